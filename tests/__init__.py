@@ -1,0 +1,1 @@
+"""Tests of adacheck-store; helpers are imported as tests.<module>."""
