@@ -1,0 +1,127 @@
+"""The interface of a tier: a place that keeps records.
+
+A tier is synchronous, write-once and all-or-nothing. Keys are names of `format.keys`. Within a
+tier a record's blocks are written first and its head last: a record exists when its head does.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from adacheck_store.format.head import SealedHead
+from adacheck_store.format.record import Block, Record
+
+
+class Source(Protocol):
+    """A record on its way into a tier: a key, a stream of blocks, and then the sealed head.
+
+    ``expected_id`` is the record's id where it is known beforehand, else None. ``blocks`` yields
+    the blocks of one array in order of their index; arrays may interleave. A block's data may be
+    reused by the producer as soon as the next block is asked for. ``seal`` is called once, after
+    the last block. Blocks differing from the digests in the head make the put fail.
+    """
+
+    key: str
+    expected_id: str | None
+
+    def blocks(self) -> Iterable[Block]:
+        """The blocks."""
+        ...
+
+    def seal(self) -> SealedHead:
+        """The head; called when `blocks` is exhausted."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RecordSource:
+    """A `Source` over a record in memory."""
+
+    key: str
+    record: Record
+
+    @property
+    def expected_id(self) -> str:
+        """The record's id."""
+        return self.record.sealed.id
+
+    def blocks(self) -> Iterable[Block]:
+        """The record's blocks."""
+        return self.record.blocks()
+
+    def seal(self) -> SealedHead:
+        """The record's head."""
+        return self.record.sealed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierTraits:
+    """What a tier is like.
+
+    ``durable``: what is synced survives the loss of the process and of power. ``shared``: the
+    same records are seen from other machines. ``log``: keeps the run's log (conditional create).
+    ``packs``: puts of consecutive deltas or extras should come together, many at a time.
+    """
+
+    name: str
+    durable: bool = False
+    shared: bool = False
+    log: bool = False
+    packs: bool = False
+
+
+class Tier(abc.ABC):
+    """A place that keeps records.
+
+    Thread-safe: any thread may call any method. Every error is an `AdaCheckError` with the tier
+    and key in its place.
+    """
+
+    traits: TierTraits
+
+    @abc.abstractmethod
+    def put(self, sources: Sequence[Source]) -> None:
+        """Store records; they become visible together, or none of them does.
+
+        A key that exists with the same id repairs blocks that are missing or do not verify.
+        Raises `ForkError` if a key exists with another id (or with any id where the source's is
+        not known beforehand), `ChainBrokenError` for a record whose layout or manifest revision
+        is neither here nor in this call (bases, deltas, extras), `DigestMismatchError`,
+        `TruncatedError`, `TierFullError`, `TierReadOnlyError`.
+        """
+
+    @abc.abstractmethod
+    def head(self, key: str) -> SealedHead:
+        """The verified head of a record; raises `RecordNotFoundError` or a `FormatError`."""
+
+    @abc.abstractmethod
+    def read(self, key: str, array: str, first: int, count: int) -> bytes | memoryview:
+        """Bytes of ``count`` blocks of an array, from block ``first``: *not* verified.
+
+        The caller checks digests (`format.record.verify_block`). Raises `RecordNotFoundError`
+        for a missing record, array or block, `TruncatedError` for fewer bytes than there
+        should be.
+        """
+
+    @abc.abstractmethod
+    def list(self, prefix: str) -> Iterator[str]:
+        """Keys of existing records that begin with ``prefix``, sorted.
+
+        ``prefix`` is empty or ends in ``/``. Never yields a record without head, nor anything
+        that is no key. Records deleted while listing may or may not appear.
+        """
+
+    @abc.abstractmethod
+    def delete(self, keys: Iterable[str]) -> None:
+        """Delete records, heads first; missing ones are passed over."""
+
+    @abc.abstractmethod
+    def sync(self) -> None:
+        """Return when everything put before is as durable as the tier's traits say."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Release what the tier holds; idempotent."""
