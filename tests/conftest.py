@@ -1,0 +1,61 @@
+"""Options and hooks of the whole test run."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import settings
+
+# Machines under test are slow and shared: a deadline per example would only measure their load.
+settings.register_profile("default", deadline=None, print_blob=True)
+settings.load_profile("default")
+
+DESELECTED = pytest.StashKey[Counter[str]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add --fail-on-skip."""
+    parser.addoption(
+        "--fail-on-skip",
+        action="store_true",
+        help="fail the run if a selected test was skipped, for instance for want of a service",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Start counting what the markers leave out."""
+    config.stash[DESELECTED] = Counter()
+
+
+def pytest_deselected(items: Sequence[pytest.Item]) -> None:
+    """Count the slow and gpu tests that are not run."""
+    for item in items:
+        for marker in ("gpu", "slow"):
+            if item.get_closest_marker(marker):
+                item.config.stash[DESELECTED][marker] += 1
+
+
+def skipped(config: pytest.Config) -> int:
+    """Return how many selected tests were skipped."""
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    return len(reporter.stats.get("skipped", ())) if reporter else 0
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Turn a run with skips into a failure where that was asked for."""
+    wanted = session.config.getoption("--fail-on-skip")
+    if wanted and exitstatus == pytest.ExitCode.OK and skipped(session.config):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """Say what was not run, so that nobody takes silence for success."""
+    counts = config.stash[DESELECTED]
+    for marker in ("gpu", "slow"):
+        terminalreporter.write_line(f"{counts[marker]} {marker} tests were not run (-m {marker})")
+    if config.getoption("--fail-on-skip") and skipped(config):
+        count = skipped(config)
+        terminalreporter.write_line(f"{count} tests were skipped: failed by --fail-on-skip")
