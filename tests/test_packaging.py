@@ -1,5 +1,6 @@
 """The sdist and the wheel hold each file once, and the wheel works in a clean environment."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -27,8 +28,15 @@ print(*names)
 
 def run(*command: str | Path, cwd: Path) -> str:
     """Run a command in a folder outside the clone and return what it prints."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     result = subprocess.run(
-        command, cwd=cwd, capture_output=True, text=True, timeout=240, check=False
+        command,
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
     )
     assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
     return result.stdout
