@@ -1,0 +1,54 @@
+"""Fingerprints: sums over blocks that a trainer's device can compute, and a fold can check.
+
+The sum of a block is ``sum(w[i] * (2*i + 1)) mod 2^64`` over its little-endian 32-bit words
+taken as signed integers. Unlike a plain sum it sees two changes that cancel; unlike a digest it
+can be put together from the pieces of a block in any order, so tensors need not be gathered.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from adacheck_store.format.ids import BLOCK_BYTES, Buffer
+
+WORDS = BLOCK_BYTES // 4
+ROTATION = 16
+"""A delta carries the fingerprints of one block in this many, another one each step."""
+
+_WEIGHTS = 2 * np.arange(WORDS, dtype=np.int64) + 1
+_MASK = 2**64 - 1
+
+
+def block_sum(data: Buffer) -> int:
+    """The fingerprint of one block, from its logical bytes."""
+    padding = -len(data) % 4
+    if padding:
+        data = bytes(data) + bytes(padding)
+    words = np.frombuffer(data, dtype="<i4").astype(np.int64)
+    return int(np.dot(words, _WEIGHTS[: len(words)])) & _MASK
+
+
+def blocks_at(step: int, count: int, base_every: int) -> range:
+    """Which of ``count`` blocks a delta fingerprints: all at multiples of ``base_every``."""
+    if step % base_every == 0:
+        return range(count)
+    return range(step % ROTATION, count, ROTATION)
+
+
+def tensor_sum(pieces: list[tuple[int, torch.Tensor]]) -> int:
+    """The fingerprint of a block from its pieces on any device.
+
+    ``pieces`` are (byte offset within the block, contiguous tensor); offsets are multiples of 4
+    (slices start at multiples of 64 elements, and blocks are cut likewise).
+    """
+    total = 0
+    for offset, tensor in pieces:
+        data = tensor.detach().reshape(-1).view(torch.uint8)
+        if data.numel() % 4:
+            data = torch.cat([data, data.new_zeros(-data.numel() % 4)])
+        words = data.view(torch.int32).to(torch.int64)
+        first = offset // 4
+        weights = torch.arange(first, first + words.numel(), device=words.device)
+        total += int((words * (2 * weights + 1)).sum().item())
+    return total & _MASK
