@@ -5,11 +5,13 @@ Hyper-parameters, step counters and trees are *typed values* (`canonical.to_json
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from . import canonical
+from . import canonical, strict
 from .errors import MalformedError
 from .head import Head
 
@@ -21,6 +23,9 @@ ENCODINGS = ("raw", "bf16", "fp16")
 
 ORIGINS = ("captured", "replayed")
 CLASSES = ("exact", "bounded", "unsupported")
+
+_SUMS = re.compile(r"(?:[0-9a-f]{16})+")
+_INFINITY = 0x7F80_0000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,114 +192,163 @@ def _fingerprint_json(item: Fingerprint) -> list[Any]:
     return [item.array, item.first, item.stride, sums]
 
 
+def grad_array(update: int, section: str, encoding: str) -> str:
+    """Name of the delta's array with the gradients of a section."""
+    return f"{update}/{section}/grad.{encoding}"
+
+
+def set_array(section: str, role: str) -> str:
+    """Name of the delta's array with new bytes of a section's role."""
+    return f"set/{section}/{role}"
+
+
 def decode_delta(head: Head) -> DeltaBody:
-    """A delta's body; raises `MalformedError` (rule ``delta``)."""
+    """A delta's body; raises `MalformedError` (rule ``delta``, or that of a typed value)."""
     body = _body_of(head, "delta")
     try:
+        found = strict.fields(body, "updates", "sets", "boundary", "arithmetic", "fingerprints")
         return DeltaBody(
-            updates=tuple(_decode_update(item) for item in body["updates"]),
-            sets=tuple(
-                SetPiece(section=_text(s), role=_text(r), slice=_count(i), offset=_count(o))
-                for s, r, i, o in body["sets"]
+            updates=tuple(_decode_update(item) for item in strict.items(found["updates"])),
+            sets=tuple(_decode_set(item) for item in strict.items(found["sets"])),
+            boundary=tuple(_groups(item) for item in strict.items(found["boundary"])),
+            arithmetic=tuple(strict.text(item) for item in strict.items(found["arithmetic"])),
+            fingerprints=tuple(
+                _decode_fingerprint(item) for item in strict.items(found["fingerprints"])
             ),
-            boundary=tuple(_groups(item) for item in body["boundary"]),
-            arithmetic=tuple(_text(item) for item in body["arithmetic"]),
-            fingerprints=tuple(_decode_fingerprint(item) for item in body["fingerprints"]),
         )
-    except (KeyError, TypeError, ValueError) as exc:
-        raise MalformedError(f"not a delta: {exc!r}"[:300], rule="delta") from exc
+    except (TypeError, ValueError) as exc:
+        raise MalformedError(f"not a delta: {exc}"[:300], rule="delta").at(**head.place()) from exc
 
 
 def decode_base(head: Head) -> BaseBody:
-    """A base's body; raises `MalformedError` (rule ``base``)."""
+    """A base's body; raises `MalformedError` (rule ``base``, or that of a typed value)."""
     body = _body_of(head, "base")
     try:
-        gap = body["gap"]
-        if gap is not None:
-            gap = {"reason": _text(gap["reason"]), "from": _count(gap["from"])}
-        if body["origin"] not in ORIGINS or body["class"] not in CLASSES:
+        found = strict.fields(body, "origin", "class", "states", "boundary", "gap")
+        if found["origin"] not in ORIGINS or found["class"] not in CLASSES:
             raise ValueError("origin or class")
+        states = strict.fields(found["states"])
         return BaseBody(
-            origin=body["origin"],
-            exactness=body["class"],
-            states={name: _decode_state(item) for name, item in body["states"].items()},
-            boundary=tuple(_groups(item) for item in body["boundary"]),
-            gap=gap,
+            origin=found["origin"],
+            exactness=found["class"],
+            states={strict.text(name): _decode_state(item) for name, item in states.items()},
+            boundary=tuple(_groups(item) for item in strict.items(found["boundary"])),
+            gap=_decode_gap(found["gap"], found["origin"], head.step or 0),
         )
-    except (KeyError, TypeError, ValueError, AttributeError) as exc:
-        raise MalformedError(f"not a base: {exc!r}"[:300], rule="base") from exc
+    except (TypeError, ValueError) as exc:
+        raise MalformedError(f"not a base: {exc}"[:300], rule="base").at(**head.place()) from exc
 
 
 def decode_extra(head: Head) -> ExtraBody:
-    """An extra's body; raises `MalformedError` (rule ``extra``)."""
+    """An extra's body; raises `MalformedError` (rule ``extra``, or that of a typed value)."""
     body = _body_of(head, "extra")
     try:
-        return ExtraBody(
-            tree={_text(name): canonical.from_json(v) for name, v in body["tree"].items()},
-            refs={_text(name): _count(step) for name, step in body["refs"].items()},
+        found = strict.fields(body, "tree", "refs")
+        tree, refs = strict.fields(found["tree"]), strict.fields(found["refs"])
+        extra = ExtraBody(
+            tree={strict.text(name): canonical.from_json(value) for name, value in tree.items()},
+            refs={strict.text(name): strict.count(step) for name, step in refs.items()},
         )
-    except (KeyError, TypeError, ValueError, AttributeError) as exc:
-        raise MalformedError(f"not an extra: {exc!r}"[:300], rule="extra") from exc
+        _check_extra(head, extra)
+        return extra
+    except (TypeError, ValueError) as exc:
+        raise MalformedError(f"not an extra: {exc}"[:300], rule="extra").at(**head.place()) from exc
 
 
 def _body_of(head: Head, kind: str) -> Mapping[str, Any]:
     if head.kind != kind:
-        raise MalformedError(f"a {head.kind}, not a {kind}", rule="kind")
+        raise MalformedError(f"a {head.kind}, not a {kind}", rule="kind").at(**head.place())
     return head.body
 
 
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"no string: {value!r}")
-    return value
-
-
-def _count(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"no count: {value!r}")
-    return value
-
-
 def _groups(item: Any) -> Groups:
-    groups = canonical.from_json(item)
-    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
-        raise ValueError("groups")
+    groups = canonical.from_json(strict.items(item))
+    for group in groups:
+        if not isinstance(group, dict) or not all(isinstance(key, str) for key in group):
+            raise ValueError("a parameter group is no object")
+    if any(True for _ in canonical.array_refs(groups)):
+        raise ValueError("an array in a parameter group")
     return tuple(groups)
 
 
-def _decode_update(item: Mapping[str, Any]) -> Update:
-    grads = []
-    for section, index, encoding, offset, scale in item["grads"]:
-        if encoding not in ENCODINGS or not (scale is None or 0 <= _count(scale) < 2**32):
-            raise ValueError(f"encoding {encoding!r} or scale")
-        grads.append(
-            Grad(
-                section=_text(section), slice=_count(index), encoding=encoding,
-                offset=_count(offset), scale=scale,
-            )
-        )  # fmt: skip
+def _decode_update(item: Any) -> Update:
+    found = strict.fields(item, "optimizer", "groups", "grads", "absent")
+    absent = (strict.items(row, 2) for row in strict.items(found["absent"]))
     return Update(
-        optimizer=_count(item["optimizer"]),
-        groups=_groups(item["groups"]),
-        grads=tuple(grads),
-        absent=tuple((_text(section), _count(index)) for section, index in item["absent"]),
+        optimizer=strict.count(found["optimizer"]),
+        groups=_groups(found["groups"]),
+        grads=tuple(_decode_grad(row) for row in strict.items(found["grads"])),
+        absent=tuple((strict.text(section), strict.count(index)) for section, index in absent),
     )
 
 
-def _decode_fingerprint(item: Any) -> Fingerprint:
-    array, first, stride, text = item
-    if len(text) % 16 or _count(stride) < 1:
-        raise ValueError("fingerprint")
+def _decode_grad(row: Any) -> Grad:
+    section, index, encoding, offset, scale = strict.items(row, 5)
+    if encoding not in ENCODINGS:
+        raise ValueError(f"encoding {str(encoding)[:40]!r}")
+    if scale is not None and (encoding == "raw" or strict.count(scale) >= _INFINITY):
+        raise ValueError(f"scale {scale}: for a half encoding, and finite and not negative")
+    return Grad(
+        section=strict.text(section), slice=strict.count(index), encoding=encoding,
+        offset=strict.count(offset), scale=scale,
+    )  # fmt: skip
+
+
+def _decode_set(row: Any) -> SetPiece:
+    section, role, index, offset = strict.items(row, 4)
+    return SetPiece(
+        section=strict.text(section), role=strict.text(role),
+        slice=strict.count(index), offset=strict.count(offset),
+    )  # fmt: skip
+
+
+def _decode_fingerprint(row: Any) -> Fingerprint:
+    array, first, stride, text = strict.items(row, 4)
+    if not isinstance(text, str) or not _SUMS.fullmatch(text) or strict.count(stride) < 1:
+        raise ValueError("fingerprint: its sums or its stride")
     sums = tuple(int(text[i : i + 16], 16) for i in range(0, len(text), 16))
-    return Fingerprint(array=_text(array), first=_count(first), stride=stride, sums=sums)
+    return Fingerprint(
+        array=strict.text(array), first=strict.count(first), stride=stride, sums=sums
+    )
 
 
-def _decode_state(item: Mapping[str, Any]) -> SectionState:
-    present = tuple(bool(_count(flag)) for flag in item["present"])
+def _decode_state(item: Any) -> SectionState:
+    found = strict.fields(item, "present", "scalars")
+    flags = [strict.count(flag) for flag in strict.items(found["present"])]
+    if any(flag > 1 for flag in flags):
+        raise ValueError("present is 0 or 1")
     scalars = {
-        _text(key): tuple(canonical.from_json(value) for value in values)
-        for key, values in item["scalars"].items()
+        strict.text(key): tuple(canonical.from_json(value) for value in strict.items(values))
+        for key, values in strict.fields(found["scalars"]).items()
     }
-    if any(len(values) != len(present) for values in scalars.values()):
-        raise ValueError("scalars")
-    return SectionState(present=present, scalars=scalars)
+    if any(len(values) != len(flags) for values in scalars.values()):
+        raise ValueError("a counter for each slice")
+    if any(True for values in scalars.values() for _ in canonical.array_refs(values)):
+        raise ValueError("an array as a counter")
+    return SectionState(present=tuple(bool(flag) for flag in flags), scalars=scalars)
+
+
+def _decode_gap(item: Any, origin: str, step: int) -> dict[str, Any] | None:
+    if item is None:
+        return None
+    found = strict.fields(item, "reason", "from")
+    start = strict.count(found["from"])
+    if origin != "captured" or start > step:
+        raise ValueError("a gap ends in a captured base")
+    return {"reason": strict.text(found["reason"]), "from": start}
+
+
+def _check_extra(head: Head, extra: ExtraBody) -> None:
+    if extra.tree.keys() & extra.refs.keys():
+        raise ValueError("a name both here and referred to")
+    if any(step >= (head.step or 0) for step in extra.refs.values()):
+        raise ValueError("refers to no earlier step")
+    known = {info.name: info for info in head.arrays}
+    used = set()
+    for ref in canonical.array_refs(list(extra.tree.values())):
+        info = known.get(ref.array)
+        if info is None or (info.dtype, info.elements) != (ref.dtype, math.prod(ref.shape)):
+            raise ValueError(f"array {ref.array[:80]!r} is missing or another")
+        used.add(ref.array)
+    if used != known.keys():
+        raise ValueError(f"arrays nobody refers to: {sorted(known.keys() - used)[:3]}")

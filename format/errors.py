@@ -32,7 +32,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 _PLACES = ("run", "term", "part", "step", "tier", "key", "path")
 
@@ -48,25 +48,24 @@ class AdaCheckError(Exception):
     exit_code = 3
 
     def __init__(self, message: str, *, hint: str = "", **place: Any) -> None:
+        self.message = message
+        self.hint = hint
+        self.place: dict[str, Any] = {}
+        super().__init__(message)
+        self.at(**place)
+
+    def at(self, **place: Any) -> Self:
+        """Add what the raiser did not know about the place; known entries stay. Returns self."""
         unknown = set(place) - set(_PLACES)
         if unknown:
             raise TypeError(f"unknown place of an error: {sorted(unknown)}")
-        self.message = message
-        self.hint = hint
-        self.place: dict[str, Any] = {
-            name: place[name] for name in _PLACES if place.get(name) not in (None, "")
-        }
-        super().__init__(message)
-
-    def at(self, **place: Any) -> AdaCheckError:
-        """Add what the raiser did not know about the place; known entries stay. Returns self."""
         for name, value in place.items():
             if value not in (None, ""):
                 self.place.setdefault(name, value)
         return self
 
     def __str__(self) -> str:
-        where = " ".join(f"{name}={value}" for name, value in self.place.items())
+        where = " ".join(f"{name}={self.place[name]}" for name in _PLACES if name in self.place)
         text = f"{self.message} [{where}]" if where else self.message
         return f"{text} -> {self.hint}" if self.hint else text
 
@@ -120,7 +119,12 @@ class ForkError(ChainError):
 
 
 class ReplayMismatchError(ChainError):
-    """A fold of the chain differs from what the trainer had."""
+    """A fold of the chain differs from what the trainer had.
+
+    ``last_match`` is the last step at which the block that differs was seen to agree.
+    """
+
+    last_match: int = -1
 
 
 class TierError(AdaCheckError):

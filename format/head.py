@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from . import canonical
-from .dtypes import item_bytes
+from . import canonical, strict
+from .dtypes import MAX_ARRAY_BYTES, item_bytes
 from .errors import DigestMismatchError, MalformedError, NotOursError, TooNewError
 from .ids import DIGEST_ALGORITHM, block_count, check_id, record_id
-from .keys import MAX_STEP, Key, check_run, is_part, is_rank, is_term
+from .keys import MAX_STEP, Key, is_part, is_rank, is_run, is_term
 
 FORMAT = "adacheck"
 VERSION = 1
@@ -19,11 +19,22 @@ KINDS = ("manifest", "layout", "base", "delta", "extra", "claim", "floor")
 FEATURES: frozenset[str] = frozenset()
 """Names this version understands in ``requires``."""
 
-MAX_HEAD_BYTES = 64 << 20
-MAX_ARRAY_BYTES = 1 << 48
+MAX_HEAD_BYTES = 32 << 20
+"""Room for the digests of about a terabyte of arrays."""
 
-_ARRAY_NAME = re.compile(r"[a-z0-9][a-z0-9_.-]*(/[a-z0-9][a-z0-9_.-]*){0,3}")
+MAX_INFO_BYTES = 64 << 10
+
+_WORD = re.compile(r"[a-z0-9][a-z0-9_.-]*")
+_MAX_NAME = 200
+_RESERVED_WORDS = frozenset({"zarr.json"})
 _DIGEST = re.compile(r"[0-9a-f]{32}")
+_LINKED = {
+    "parent": ({"manifest", "layout", "extra", "claim", "floor"}, {"manifest", "base", "delta"}),
+    "manifest": ({"manifest", "layout", "claim", "floor"}, {"base", "delta", "extra"}),
+    "layout": ({"manifest", "layout", "extra", "claim", "floor"}, {"base", "delta"}),
+}
+"""Link field -> kinds in which it is empty, kinds in which it is an id."""
+
 _FIELDS = frozenset(
     ("format", "version", "kind", "run", "term", "part", "step", "parent", "manifest", "layout",
      "arrays", "body", "digest", "requires")
@@ -48,6 +59,11 @@ class ArrayInfo:
     def nbytes(self) -> int:
         """Logical size in bytes."""
         return self.elements * item_bytes(self.dtype)
+
+    @property
+    def order(self) -> tuple[int, str]:
+        """Arrays ascend by this: wide elements first, so that each array lies aligned."""
+        return -item_bytes(self.dtype), self.name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,9 +138,15 @@ class SealedHead:
 
     @classmethod
     def seal(cls, head: Head, info: Mapping[str, Any] | None = None) -> SealedHead:
-        """Encode a head and compute its id; ``info`` is JSON about writer, time and host."""
+        """Put a head's arrays in order, encode it and compute its id.
+
+        ``info`` is JSON about writer, time and host.
+        """
+        head = replace(head, arrays=tuple(sorted(head.arrays, key=lambda array: array.order)))
         raw = head.encode()
+        _check_size(raw)
         text = canonical.dumps(dict(info or {})).decode()
+        _check_info(text)
         return cls(head=head, raw=raw, id=record_id(raw), info=text)
 
     @classmethod
@@ -134,16 +156,33 @@ class SealedHead:
         Order: ours? too new? damaged? Raises `NotOursError`, `TooNewError`,
         `DigestMismatchError` or `MalformedError`.
         """
-        if len(raw) > MAX_HEAD_BYTES:
-            raise MalformedError(f"a head of {len(raw)} bytes", rule="head-size")
+        _check_size(raw)
         if record_id(raw) != claimed_id:
-            _refuse_foreign(raw)
+            refuse_foreign(raw)
             raise DigestMismatchError("the head does not have the id it comes with")
-        return cls(head=decode_head(raw), raw=raw, id=claimed_id, info=info)
+        head = decode_head(raw)
+        _check_info(info)
+        return cls(head=head, raw=raw, id=claimed_id, info=info)
 
 
-def _refuse_foreign(raw: bytes) -> None:
-    """A head whose id is wrong may simply not be ours, or be of a newer format: say so."""
+def _check_size(raw: bytes) -> None:
+    if len(raw) > MAX_HEAD_BYTES:
+        raise MalformedError(f"a head of {len(raw)} bytes", rule="head-size")
+
+
+def _check_info(text: str) -> None:
+    if len(text) > MAX_INFO_BYTES:
+        raise MalformedError(f"an info of {len(text)} characters", rule="info")
+    try:
+        value = canonical.loads(text.encode("utf-8"))
+    except (MalformedError, UnicodeEncodeError) as exc:
+        raise MalformedError(f"info is no canonical JSON: {exc}"[:200], rule="info") from exc
+    if not isinstance(value, dict):
+        raise MalformedError("info is no object", rule="info")
+
+
+def refuse_foreign(raw: bytes) -> None:
+    """A damaged head may simply not be ours, or be of a newer format: say that instead."""
     try:
         value = canonical.loads(raw)
     except MalformedError:
@@ -167,6 +206,7 @@ def _check_version(value: dict[str, Any]) -> None:
 
 def decode_head(raw: bytes) -> Head:
     """Parse canonical head bytes; the inverse of `Head.encode`."""
+    _check_size(raw)
     value = canonical.loads(raw)
     if not isinstance(value, dict):
         raise NotOursError("no head of adacheck-store")
@@ -180,10 +220,13 @@ def decode_head(raw: bytes) -> Head:
     unknown = sorted(set(requires) - FEATURES)
     if unknown:
         raise TooNewError(
-            f"requires features unknown here: {unknown}", hint="upgrade adacheck-store"
+            f"requires features unknown here: {str(unknown)[:200]}", hint="upgrade adacheck-store"
         )
     if value["digest"] != DIGEST_ALGORITHM:
-        raise TooNewError(f"block digests by {str(value['digest'])[:40]!r}, unknown here")
+        raise TooNewError(
+            f"block digests by {str(value['digest'])[:40]!r}, unknown here",
+            hint="upgrade adacheck-store",
+        )
     arrays = value["arrays"]
     if not isinstance(arrays, list):
         raise MalformedError("arrays is no list", rule="fields")
@@ -213,19 +256,33 @@ def check_head(head: Head) -> None:
     """Check the rules of a head that need nothing but the head; raises `MalformedError`."""
     if head.kind not in KINDS:
         raise MalformedError(f"unknown kind {str(head.kind)[:40]!r}", rule="kind")
-    check_run(head.run)
-    for name in ("parent", "manifest", "layout"):
-        if getattr(head, name) != "":
-            check_id(getattr(head, name), name)
-    if not isinstance(head.body, Mapping):
-        raise MalformedError("body is no object", rule="fields")
+    if not is_run(head.run):
+        raise MalformedError(f"not a run name: {str(head.run)[:140]!r}", rule="run")
+    if not isinstance(head.body, Mapping) or not _FIELDS.isdisjoint(head.other):
+        raise MalformedError("body is no object, or a field stands twice", rule="fields")
     _check_place(head)
-    seen: set[str] = set()
+    _check_links(head)
     for info in head.arrays:
         _check_array(info)
-        if info.name in seen:
-            raise MalformedError(f"two arrays {info.name!r}", rule="array-name")
-        seen.add(info.name)
+    _check_array_names([info.name for info in head.arrays])
+    try:
+        strict.ascending([info.order for info in head.arrays], "arrays")
+        strict.ascending(head.requires, "requires")
+    except ValueError as exc:
+        raise MalformedError(str(exc), rule="order") from exc
+
+
+def _check_links(head: Head) -> None:
+    """Which of parent, manifest and layout a kind has, and whether it has arrays."""
+    for name in ("parent", "manifest", "layout"):
+        value, allowed = getattr(head, name), _LINKED[name]
+        if value != "":
+            check_id(value, name)
+        if head.kind not in allowed[value != ""]:
+            word = "with" if value else "without"
+            raise MalformedError(f"a {head.kind} {word} {name}", rule="links").at(**head.place())
+    if head.arrays and head.kind not in ("base", "delta", "extra"):
+        raise MalformedError(f"a {head.kind} with arrays", rule="links").at(**head.place())
 
 
 def _check_place(head: Head) -> None:
@@ -243,19 +300,20 @@ def _check_place(head: Head) -> None:
         else:
             right = right and head.part == ""
     if not right:
-        raise MalformedError(
-            f"a {kind} at term={head.term!r} part={head.part!r} step={step!r}", rule="place"
-        )
+        raise MalformedError(f"a {kind} at {str((head.term, head.part, step))[:100]}", rule="place")
 
 
 def _check_array(info: ArrayInfo) -> None:
-    if not isinstance(info.name, str) or len(info.name) > 200:
-        raise MalformedError("an array's name", rule="array-name")
-    if not _ARRAY_NAME.fullmatch(info.name):
-        raise MalformedError(f"an array named {info.name[:80]!r}", rule="array-name")
+    words = info.name.split("/") if isinstance(info.name, str) else []
+    if not 1 <= len(words) <= 4 or not all(is_array_word(word) for word in words):
+        raise MalformedError(f"an array named {str(info.name)[:80]!r}", rule="array-name")
+    if len(info.name) > _MAX_NAME:
+        raise MalformedError(f"an array's name of {len(info.name)} letters", rule="array-name")
     size = item_bytes(info.dtype)
     if type(info.elements) is not int or not 0 <= info.elements <= MAX_ARRAY_BYTES // size:
-        raise MalformedError(f"{info.elements!r} elements in {info.name}", rule="array-size")
+        raise MalformedError(
+            f"{str(info.elements)[:40]} elements in {info.name}", rule="array-size"
+        )
     if len(info.digests) != block_count(info.nbytes):
         raise MalformedError(
             f"{len(info.digests)} digests for {block_count(info.nbytes)} blocks of {info.name}",
@@ -266,13 +324,34 @@ def _check_array(info: ArrayInfo) -> None:
             raise MalformedError(f"not a digest in {info.name}", rule="array-digests")
 
 
-def check_key(key: Key, head: Head) -> None:
-    """Check that a record lies where its head says; raises `MalformedError` (rule ``swapped``)."""
+def is_array_word(text: object) -> bool:
+    """True for what stands between the slashes of an array's name."""
+    return isinstance(text, str) and bool(_WORD.fullmatch(text)) and text not in _RESERVED_WORDS
+
+
+def _check_array_names(names: list[str]) -> None:
+    """Each once, and none of them lies below another (in zarr an array has no children)."""
+    known = set(names)
+    if len(known) != len(names):
+        raise MalformedError("two arrays of one name", rule="array-name")
+    for name in names:
+        words = name.split("/")
+        if any("/".join(words[:depth]) in known for depth in range(1, len(words))):
+            raise MalformedError(f"array {name!r} lies below another", rule="array-name")
+
+
+def check_key(key: Key, head: Head, record_id: str = "") -> None:
+    """Check that a record lies where its head says; raises `MalformedError` (rule ``swapped``).
+
+    A layout can be checked only if its ``record_id`` is given.
+    """
     kind = "log" if head.kind in ("claim", "floor") else head.kind
     same = (key.run, key.kind) == (head.run, kind)
     if kind == "log":
         same = same and key.step == head.step
-    elif kind != "layout":
+    elif kind == "layout":
+        same = same and record_id in ("", key.name)
+    else:
         same = same and (key.term, key.part, key.step) == (head.term, head.part, head.step)
     if not same:
         raise MalformedError(

@@ -26,6 +26,8 @@ MARKER = "adacheck.json"
 """The object that marks a store as ours."""
 
 MAX_STEP = 10**12 - 1
+MAX_NUMBER = 10**6 - 1
+"""Largest number of a part, rank or term."""
 
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _TERM = re.compile(r"t([0-9]{6})-([0-9a-f]{16})")
@@ -36,15 +38,22 @@ _BASE = re.compile(r"([0-9]{12})-([0-9a-f]{16})")
 _PACK = re.compile(r"([0-9]{12})-([0-9]{12})-([0-9a-f]{16})")
 _RESERVED_RUNS = frozenset({"adacheck.json", "zarr.json"})
 
+_Fields = tuple[str, str, str, int, int, str]
+
+
+def is_run(name: object) -> bool:
+    """True for 1 to 128 of ``A-Z a-z 0-9 . _ -`` beginning with a letter or digit."""
+    return isinstance(name, str) and bool(_RUN.fullmatch(name)) and name not in _RESERVED_RUNS
+
 
 def check_run(name: object) -> str:
     """Return the run name if it is within the grammar, else raise `NameRefusedError`."""
-    if not isinstance(name, str) or not _RUN.fullmatch(name) or name in _RESERVED_RUNS:
+    if not is_run(name):
         raise NameRefusedError(
             f"not a run name: {str(name)[:140]!r}",
             hint="use 1 to 128 of A-Z a-z 0-9 . _ - and begin with a letter or digit",
         )
-    return name
+    return str(name)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -55,7 +64,7 @@ class Term:
     nonce: str
 
     def __str__(self) -> str:
-        return f"t{self.number:06d}-{self.nonce}"
+        return f"{_numbered('t', self.number)}-{self.nonce}"
 
     @classmethod
     def parse(cls, text: str) -> Term:
@@ -72,6 +81,8 @@ class Key:
 
     ``part`` is the part (``p...``) or rank (``r...``); ``step`` is the step, or the index of a
     log entry, or a pack's first step; ``name`` is a layout's id or a base's or pack's token.
+    A key outside the grammar cannot be made: it raises `NameRefusedError` for a run, else
+    `MalformedError` (rule ``key``).
     """
 
     run: str
@@ -81,6 +92,14 @@ class Key:
     step: int = 0
     last: int = 0
     name: str = ""
+
+    def __post_init__(self) -> None:
+        check_run(self.run)
+        if _fields(str(self).split("/")) != self._fields():
+            raise MalformedError(f"not a key: {str(self)[:200]!r}", rule="key")
+
+    def _fields(self) -> _Fields:
+        return self.kind, self.term, self.part, self.step, self.last, self.name
 
     def __str__(self) -> str:
         match self.kind:
@@ -94,7 +113,7 @@ class Key:
                 return f"{self.run}/{self.term}/{self.part}/base/{self.step:012d}-{self.name}"
             case "delta" | "extra":
                 return f"{self.run}/{self.term}/{self.part}/{self.kind}/{self.step:012d}"
-            case _:
+            case _:  # a pack, or refused
                 place = f"{self.run}/{self.term}/{self.part}/pack"
                 return f"{place}/{self.step:012d}-{self.last:012d}-{self.name}"
 
@@ -137,58 +156,62 @@ def pack_key(run: str, term: str, part: str, first: int, last: int, token: str =
 
 def parse_key(text: str) -> Key:
     """Parse a record's or pack's name; raises `MalformedError` (rule ``key``) for any other."""
-    key = _parse(text.split("/"))
-    if key is None:
+    words = text.split("/")
+    found = _fields(words)
+    if found is None:
         raise MalformedError(f"not a key: {text[:200]!r}", rule="key")
-    return key
+    kind, term, part, step, last, name = found
+    return Key(run=words[0], kind=kind, term=term, part=part, step=step, last=last, name=name)
 
 
 def is_key(text: str) -> bool:
     """True if `parse_key` would accept the name."""
-    return _parse(text.split("/")) is not None
+    return _fields(text.split("/")) is not None
 
 
-def _parse(words: list[str]) -> Key | None:
-    if not _RUN.fullmatch(words[0]) or words[0] in _RESERVED_RUNS:
+def _fields(words: list[str]) -> _Fields | None:
+    """Kind, term, part, step, last and name of a key cut at its slashes."""
+    if not is_run(words[0]):
         return None
     match words[1:]:
         case ["log", index] if _STEP.fullmatch(index):
-            return Key(run=words[0], kind="log", step=int(index))
+            return "log", "", "", int(index), 0, ""
         case ["layout", name] if is_id(name):
-            return Key(run=words[0], kind="layout", name=name)
+            return "layout", "", "", 0, 0, name
         case [term, "manifest", step] if _TERM.fullmatch(term) and _STEP.fullmatch(step):
-            return Key(run=words[0], kind="manifest", term=term, step=int(step))
+            return "manifest", term, "", int(step), 0, ""
         case [term, part, kind, name] if _TERM.fullmatch(term):
-            return _parse_part(words[0], term, part, kind, name)
+            return _part_fields(term, part, kind, name)
         case _:
             return None
 
 
-def _parse_part(run: str, term: str, part: str, kind: str, name: str) -> Key | None:
+def _part_fields(term: str, part: str, kind: str, name: str) -> _Fields | None:
     of_part, of_rank = bool(_PART.fullmatch(part)), bool(_RANK.fullmatch(part))
     if kind == "base" and of_part and (base := _BASE.fullmatch(name)):
-        return Key(run=run, kind=kind, term=term, part=part, step=int(base[1]), name=base[2])
+        return kind, term, part, int(base[1]), 0, base[2]
     if (kind == "delta" and of_part) or (kind == "extra" and of_rank):
-        if _STEP.fullmatch(name):
-            return Key(run=run, kind=kind, term=term, part=part, step=int(name))
-        return None
+        return (kind, term, part, int(name), 0, "") if _STEP.fullmatch(name) else None
     if kind == "pack" and (of_part or of_rank) and (pack := _PACK.fullmatch(name)):
         first, last = int(pack[1]), int(pack[2])
-        if first <= last:
-            return Key(
-                run=run, kind=kind, term=term, part=part, step=first, last=last, name=pack[3]
-            )
+        return (kind, term, part, first, last, pack[3]) if first <= last else None
     return None
 
 
 def part_name(number: int) -> str:
     """``p000003`` for 3."""
-    return f"p{number:06d}"
+    return _numbered("p", number)
 
 
 def rank_name(number: int) -> str:
     """``r000001`` for 1."""
-    return f"r{number:06d}"
+    return _numbered("r", number)
+
+
+def _numbered(letter: str, number: int) -> str:
+    if not 0 <= number <= MAX_NUMBER:
+        raise MalformedError(f"number {number} of a part, rank or term", rule="key")
+    return f"{letter}{number:06d}"
 
 
 def new_term(number: int) -> Term:

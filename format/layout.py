@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .dtypes import item_bytes
+from . import strict
+from .dtypes import MAX_ARRAY_BYTES, MAX_DIMS, item_bytes
 from .errors import MalformedError
-from .head import MAX_ARRAY_BYTES, Head, SealedHead
+from .head import Head, SealedHead, is_array_word
 
 ALIGN = 64
 """Slices start at multiples of this many elements; the padding between them is zero."""
-
-MAX_DIMS = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,9 +102,7 @@ class Layout:
 
     def trained_elements(self) -> int:
         """Parameters that an optimizer updates."""
-        return sum(
-            piece.elements for s in self.sections if s.optimizer >= 0 for piece in s.slices
-        )
+        return sum(piece.elements for s in self.sections if s.optimizer >= 0 for piece in s.slices)
 
     def seal(self, run: str) -> SealedHead:
         """The layout's record (it has no arrays)."""
@@ -156,92 +152,113 @@ def decode_layout(head: Head) -> Layout:
         raise MalformedError(f"a {head.kind}, not a layout", rule="kind")
     try:
         layout = _decode(head.body)
-    except (KeyError, TypeError, ValueError, IndexError) as exc:
-        raise MalformedError(f"not a layout: {exc!r}"[:300], rule="layout") from exc
-    names = [section.name for section in layout.sections]
-    if len(set(names)) != len(names):
-        raise MalformedError("two sections of one name", rule="layout")
-    for section in layout.sections:
-        _check_section(section, len(layout.optimizers))
+        _check_names(layout)
+        for section in layout.sections:
+            _check_section(section, len(layout.optimizers))
+    except (TypeError, ValueError) as exc:
+        raise MalformedError(f"not a layout: {exc}"[:300], rule="layout") from exc
     return layout
 
 
-def _decode(body: Mapping[str, Any]) -> Layout:
-    optimizers = tuple(body["optimizers"])
-    if not all(isinstance(name, str) for name in optimizers):
-        raise ValueError("optimizers")
-    sections = tuple(
-        Section(
-            name=item["name"],
-            optimizer=_int(item["optimizer"]),
-            roles=tuple((role, dtype) for role, dtype in item["roles"]),
-            slices=tuple(_decode_slice(piece) for piece in item["slices"]),
-        )
-        for item in body["sections"]
+def _decode(body: Any) -> Layout:
+    found = strict.fields(body, "optimizers", "sections")
+    return Layout(
+        optimizers=tuple(strict.text(name) for name in strict.items(found["optimizers"])),
+        sections=tuple(_decode_section(item) for item in strict.items(found["sections"])),
     )
-    return Layout(optimizers=optimizers, sections=sections)
 
 
-def _int(value: Any) -> int:
-    if type(value) is not int:
-        raise ValueError(f"no integer: {value!r}")
-    return value
+def _decode_section(item: Any) -> Section:
+    found = strict.fields(item, "name", "optimizer", "roles", "slices")
+    roles = (strict.items(row, 2) for row in strict.items(found["roles"]))
+    return Section(
+        name=strict.text(found["name"]),
+        optimizer=strict.integer(found["optimizer"]),
+        roles=tuple((strict.text(role), strict.text(dtype)) for role, dtype in roles),
+        slices=tuple(_decode_slice(piece) for piece in strict.items(found["slices"])),
+    )
 
 
-def _decode_slice(item: Mapping[str, Any]) -> Slice:
-    flat = item["flat"]
+def _decode_slice(item: Any) -> Slice:
+    found = strict.fields(
+        item, "scope", "name", "shape", "boxes", "flat", "group", "offset", "aliases"
+    )
     return Slice(
-        scope=_text(item["scope"]),
-        name=_text(item["name"]),
-        shape=tuple(_int(size) for size in item["shape"]),
-        boxes=tuple(tuple((_int(a), _int(b)) for a, b in box) for box in item["boxes"]),
-        flat=None if flat is None else (_int(flat[0]), _int(flat[1])),
-        group=_int(item["group"]),
-        offset=_int(item["offset"]),
-        aliases=tuple(_text(name) for name in item["aliases"]),
+        scope=strict.text(found["scope"], empty=True),
+        name=strict.text(found["name"]),
+        shape=tuple(strict.integer(size) for size in strict.items(found["shape"])),
+        boxes=tuple(_box(box) for box in strict.items(found["boxes"])),
+        flat=None if found["flat"] is None else _range(found["flat"]),
+        group=strict.integer(found["group"]),
+        offset=strict.integer(found["offset"]),
+        aliases=tuple(strict.text(name) for name in strict.items(found["aliases"])),
     )
 
 
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"no string: {value!r}")
-    return value
+def _box(value: Any) -> tuple[tuple[int, int], ...]:
+    return tuple(_range(side) for side in strict.items(value))
+
+
+def _range(value: Any) -> tuple[int, int]:
+    start, stop = strict.items(value, 2)
+    return strict.integer(start), strict.integer(stop)
+
+
+def _check_names(layout: Layout) -> None:
+    sections = [section.name for section in layout.sections]
+    if len(set(sections)) != len(sections):
+        raise ValueError("two sections of one name")
+    seen = set()
+    for section in layout.sections:
+        for piece in section.slices:
+            for name in (piece.name, *piece.aliases):
+                mark = (piece.scope, name, piece.flat, piece.boxes)
+                if mark in seen:
+                    raise ValueError(f"{name[:80]!r} stands twice")
+                seen.add(mark)
 
 
 def _check_section(section: Section, optimizers: int) -> None:
-    if not isinstance(section.name, str) or not section.roles:
-        raise MalformedError("a section without name or roles", rule="layout")
+    where = f"section {section.name[:80]!r}"
+    if not is_array_word(section.name) or not all(is_array_word(role) for role, _ in section.roles):
+        raise ValueError(f"{where}: its name or a role is outside the grammar of arrays")
     if not -1 <= section.optimizer < optimizers:
-        raise MalformedError(f"section {section.name}: no such optimizer", rule="layout")
-    if section.roles[0][0] not in ("param", "buffer"):
-        raise MalformedError(f"section {section.name}: no param or buffer", rule="layout")
+        raise ValueError(f"{where}: no such optimizer")
+    if not section.roles or section.main_role not in ("param", "buffer"):
+        raise ValueError(f"{where}: no param or buffer")
     if len(section.dtypes) != len(section.roles):
-        raise MalformedError(f"section {section.name}: a role stands twice", rule="layout")
+        raise ValueError(f"{where}: a role stands twice")
+    if section.optimizer < 0 and len(section.roles) > 1:
+        raise ValueError(f"{where}: optimizer state without optimizer")
     widest = max(item_bytes(dtype) for _, dtype in section.roles)
     end = 0
     for piece in section.slices:
         _check_slice(piece)
-        if piece.offset % ALIGN or piece.offset < end:
-            raise MalformedError(f"slice {piece.name[:80]!r}: its offset", rule="layout")
-        end = piece.offset + piece.elements
+        if (piece.group < 0) != (section.optimizer < 0) or piece.group < -1:
+            raise ValueError(f"slice {piece.name[:80]!r}: its group")
+        if piece.offset != end:
+            raise ValueError(f"slice {piece.name[:80]!r}: at {piece.offset}, not at {end}")
+        end = align(piece.offset + piece.elements)
         if end > MAX_ARRAY_BYTES // widest:
-            raise MalformedError(f"section {section.name} is too large", rule="layout")
+            raise MalformedError(f"{where} is too large", rule="shape")
 
 
 def _check_slice(piece: Slice) -> None:
-    name = piece.name[:80]
-    if not piece.name or len(piece.shape) > MAX_DIMS:
-        raise MalformedError(f"slice {name!r}: name or dimensions", rule="layout")
-    if any(size < 0 for size in piece.shape):
-        raise MalformedError(f"slice {name!r}: a negative size", rule="shape")
+    name = f"slice {piece.name[:80]!r}"
+    if len(piece.shape) > MAX_DIMS or any(size < 0 for size in piece.shape):
+        raise MalformedError(f"{name}: its dimensions", rule="shape")
     total = math.prod(piece.shape)
     if total > MAX_ARRAY_BYTES:
-        raise MalformedError(f"slice {name!r}: {total} elements", rule="shape")
+        raise MalformedError(f"{name}: {total} elements", rule="shape")
     if piece.flat is not None:
-        if piece.boxes or not 0 <= piece.flat[0] <= piece.flat[1] <= total:
-            raise MalformedError(f"slice {name!r}: its flat range", rule="shape")
+        start, stop = piece.flat
+        if piece.boxes or not 0 <= start <= stop <= total or piece.flat == (0, total):
+            raise MalformedError(f"{name}: its flat range", rule="shape")
     for box in piece.boxes:
         if len(box) != len(piece.shape) or not all(
             0 <= start <= stop <= size for (start, stop), size in zip(box, piece.shape, strict=True)
         ):
-            raise MalformedError(f"slice {name!r}: a box outside its shape", rule="shape")
+            raise MalformedError(f"{name}: a box outside its shape", rule="shape")
+    strict.ascending(piece.boxes, f"{name}: boxes")
+    if piece.elements > total:
+        raise MalformedError(f"{name}: boxes that overlap", rule="shape")

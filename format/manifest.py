@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from . import strict
 from .errors import MalformedError
 from .head import Head, SealedHead
 from .ids import check_id
-from .keys import is_part, is_rank, is_term
+from .keys import MAX_STEP, is_part, is_rank, is_term
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,51 +76,57 @@ def decode_manifest(head: Head) -> Manifest:
     """A manifest from its head; raises `MalformedError` (rule ``manifest``)."""
     if head.kind != "manifest":
         raise MalformedError(f"a {head.kind}, not a manifest", rule="kind")
-    body = head.body
     try:
+        body = strict.fields(
+            head.body, "parts", "ranks", "parent_term", "fork_step", "tips", "settings"
+        )
         manifest = Manifest(
             run=head.run,
             term=head.term,
             step=head.step or 0,
-            parts=tuple(
-                PartEntry(
-                    name=item["name"], layout=item["layout"], sources=tuple(item["sources"]),
-                    owner=item["owner"],
-                )
-                for item in body["parts"]
-            ),
-            ranks=tuple(body["ranks"]),
-            parent_term=body["parent_term"],
-            fork_step=body["fork_step"],
-            tips=dict(body["tips"]),
+            parts=tuple(_decode_part(item) for item in strict.items(body["parts"])),
+            ranks=tuple(strict.text(name) for name in strict.items(body["ranks"])),
+            parent_term=strict.text(body["parent_term"], empty=True),
+            fork_step=strict.count(body["fork_step"]),
+            tips=dict(strict.fields(body["tips"])),
             previous=head.parent,
-            settings=dict(body["settings"]),
-        )  # fmt: skip
+            settings=dict(strict.fields(body["settings"])),
+        )
         _check_manifest(manifest)
-    except (KeyError, TypeError, ValueError) as exc:
-        raise MalformedError(f"not a manifest: {exc!r}"[:300], rule="manifest") from exc
+    except (TypeError, ValueError) as exc:
+        raise MalformedError(f"not a manifest: {exc}"[:300], rule="manifest") from exc
     return manifest
 
 
+def _decode_part(item: Any) -> PartEntry:
+    found = strict.fields(item, "name", "layout", "sources", "owner")
+    entry = PartEntry(
+        name=strict.text(found["name"]),
+        layout=check_id(found["layout"], "layout"),
+        sources=tuple(strict.count(rank) for rank in strict.items(found["sources"])),
+        owner=strict.count(found["owner"]),
+    )
+    if not is_part(entry.name) or entry.owner not in entry.sources:
+        raise ValueError(f"part {entry.name[:40]!r}: its name, or an owner that is no source")
+    strict.ascending(entry.sources, "sources")
+    return entry
+
+
 def _check_manifest(manifest: Manifest) -> None:
-    for entry in manifest.parts:
-        check_id(entry.layout, "layout")
-        if not is_part(entry.name) or not all(type(r) is int and r >= 0 for r in entry.sources):
-            raise ValueError(f"part {entry.name!r}")
-        if type(entry.owner) is not int or entry.owner < 0:
-            raise ValueError(f"owner of {entry.name!r}")
-    names = [entry.name for entry in manifest.parts]
-    if len(set(names)) != len(names) or len(set(manifest.ranks)) != len(manifest.ranks):
-        raise ValueError("a part or rank stands twice")
-    if not all(isinstance(name, str) and is_rank(name) for name in manifest.ranks):
-        raise ValueError("ranks")
-    if manifest.parent_term and not is_term(manifest.parent_term):
-        raise ValueError("parent_term")
-    if type(manifest.fork_step) is not int or manifest.fork_step < 0:
-        raise ValueError("fork_step")
+    strict.ascending([entry.name for entry in manifest.parts], "parts")
+    strict.ascending(manifest.ranks, "ranks")
+    if not all(is_rank(name) for name in manifest.ranks):
+        raise ValueError("a rank's name")
+    if manifest.parent_term:
+        if not is_term(manifest.parent_term) or manifest.parent_term == manifest.term:
+            raise ValueError("parent_term")
+        if manifest.fork_step > manifest.step:
+            raise ValueError(f"fork_step {manifest.fork_step} after step {manifest.step}")
+    elif manifest.fork_step or manifest.tips:
+        raise ValueError("a fork without parent term")
     for part, tip in manifest.tips.items():
         if not is_part(part):
-            raise ValueError("tips")
+            raise ValueError(f"a tip of {part[:40]!r}")
         check_id(tip, "tip")
 
 
@@ -167,15 +174,25 @@ def decode_log(head: Head) -> Claim | Floor:
     if head.kind != "floor":
         raise MalformedError(f"a {head.kind} in the log", rule="kind")
     try:
+        body = strict.fields(head.body, "tier", "terms", "step", "kept")
         floor = Floor(
-            run=head.run, term=head.term, index=head.step or 0, tier=head.body["tier"],
-            terms=tuple(head.body["terms"]), step=head.body["step"],
-            kept=tuple(head.body["kept"]),
+            run=head.run, term=head.term, index=head.step or 0,
+            tier=strict.text(body["tier"]),
+            terms=tuple(strict.text(term) for term in strict.items(body["terms"])),
+            step=strict.count(body["step"]),
+            kept=tuple(strict.count(step) for step in strict.items(body["kept"])),
         )  # fmt: skip
-        if not isinstance(floor.tier, str) or not all(is_term(term) for term in floor.terms):
-            raise ValueError("tier or terms")
-        if not all(type(step) is int and step >= 0 for step in (floor.step, *floor.kept)):
-            raise ValueError("steps")
-    except (KeyError, TypeError, ValueError) as exc:
-        raise MalformedError(f"not a floor: {exc!r}"[:300], rule="log") from exc
+        _check_floor(floor)
+    except (TypeError, ValueError) as exc:
+        raise MalformedError(f"not a floor: {exc}"[:300], rule="log") from exc
     return floor
+
+
+def _check_floor(floor: Floor) -> None:
+    if not floor.terms or not all(is_term(term) for term in floor.terms):
+        raise ValueError("terms")
+    if len(set(floor.terms)) != len(floor.terms):
+        raise ValueError("a term stands twice")
+    strict.ascending(floor.kept, "kept steps")
+    if floor.step > MAX_STEP or (floor.kept and floor.kept[-1] >= floor.step):
+        raise ValueError(f"kept steps are below the floor {floor.step}")

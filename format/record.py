@@ -7,6 +7,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from . import canonical
 from .dtypes import SAFETENSORS_DTYPES
 from .errors import (
     DigestMismatchError,
@@ -15,12 +16,12 @@ from .errors import (
     RecordNotFoundError,
     TruncatedError,
 )
-from .head import MAX_HEAD_BYTES, ArrayInfo, SealedHead
+from .head import ArrayInfo, SealedHead, refuse_foreign
 from .ids import BLOCK_BYTES, Buffer, block_count, block_digest, iter_blocks
 
 _LENGTH = struct.Struct("<Q")
-MAX_HEADER_BYTES = MAX_HEAD_BYTES + (36 << 20)
-_DUPLICATE = "a key stands twice in the safetensors header"
+MAX_HEADER_BYTES = 100_000_000
+"""What safetensors readers take at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,10 @@ class Record:
 
 
 def encode_header(sealed: SealedHead) -> bytes:
-    """Length, JSON and padding of the safetensors header of a record."""
+    """Length, JSON and padding of the safetensors header of a record.
+
+    Raises `MalformedError` (rule ``header-size``) for a head that safetensors cannot carry.
+    """
     entries: dict[str, object] = {
         "__metadata__": {"adacheck": sealed.raw.decode(), "id": sealed.id, "info": sealed.info}
     }
@@ -67,6 +71,8 @@ def encode_header(sealed: SealedHead) -> bytes:
         offset += info.nbytes
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
+    if len(text) > MAX_HEADER_BYTES:
+        raise MalformedError(f"a header of {len(text)} bytes", rule="header-size")
     return _LENGTH.pack(len(text)) + text
 
 
@@ -90,9 +96,10 @@ def header_length(prefix: Buffer) -> int:
 
     Raises `TruncatedError` or `MalformedError` (rule ``header-size``) before anything is taken.
     """
-    if len(prefix) < _LENGTH.size:
-        raise TruncatedError(f"a record of {len(prefix)} bytes")
-    (length,) = _LENGTH.unpack(bytes(prefix[: _LENGTH.size]))
+    start = bytes(memoryview(prefix).cast("B")[: _LENGTH.size])
+    if len(start) < _LENGTH.size:
+        raise TruncatedError(f"a record of {len(start)} bytes")
+    (length,) = _LENGTH.unpack(start)
     if length > MAX_HEADER_BYTES:
         raise MalformedError(f"a header of {length} bytes", rule="header-size")
     return int(length) + _LENGTH.size
@@ -100,44 +107,36 @@ def header_length(prefix: Buffer) -> int:
 
 def decode_header(data: Buffer) -> SealedHead:
     """Verify and parse a record's header; ``data`` may be longer than it."""
-    end = header_length(data)
-    if len(data) < end:
-        raise TruncatedError(f"{len(data)} bytes of a header of {end}")
-    header = bytes(data[:end])
+    view = memoryview(data).cast("B")
+    end = header_length(view)
+    if len(view) < end:
+        raise TruncatedError(f"{len(view)} bytes of a header of {end}")
+    header = bytes(view[:end])
     sealed = _open_metadata(header[_LENGTH.size :])
     if encode_header(sealed) != header:
         raise MalformedError("the safetensors header does not follow from the head", rule="header")
     return sealed
 
 
-def _open_metadata(text: bytes) -> SealedHead:
+def _open_metadata(data: bytes) -> SealedHead:
     try:
-        entries = json.loads(text.decode("utf-8"), object_pairs_hook=_no_duplicates)
-    except RecursionError as exc:
-        raise MalformedError("the safetensors header is nested too deep", rule="depth") from exc
-    except UnicodeDecodeError as exc:
-        raise NotOursError("no safetensors header") from exc
+        text = data.decode("utf-8")
+        canonical.check_depth(text)
+        entries = json.loads(text, object_pairs_hook=canonical.no_duplicates)
     except ValueError as exc:
-        raise NotOursError(f"no safetensors header: {exc}") from exc
+        raise NotOursError(f"no safetensors header: {str(exc)[:200]}") from exc
     meta = entries.get("__metadata__") if isinstance(entries, dict) else None
-    if not isinstance(meta, dict) or "adacheck" not in meta:
+    if not isinstance(meta, dict) or not isinstance(meta.get("adacheck"), str):
         raise NotOursError("a safetensors file, but no record of adacheck-store")
-    strings = [meta.get(name) for name in ("adacheck", "id", "info")]
-    if len(meta) != 3 or not all(isinstance(text, str) for text in strings):
-        raise MalformedError("__metadata__ is not adacheck, id and info", rule="metadata")
     try:
-        raw = strings[0].encode("utf-8")
-        strings[2].encode("utf-8")
+        raw = meta["adacheck"].encode("utf-8")
     except UnicodeEncodeError as exc:
-        raise MalformedError("a lone surrogate in __metadata__", rule="utf-8") from exc
-    return SealedHead.open(raw, strings[1], strings[2])
-
-
-def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise MalformedError(_DUPLICATE, rule="duplicate-key")
-    return found
+        raise MalformedError("a lone surrogate in the head", rule="utf-8") from exc
+    known = (meta.get("id"), meta.get("info"))
+    if len(meta) != 3 or not all(isinstance(item, str) for item in known):
+        refuse_foreign(raw)
+        raise MalformedError("__metadata__ is not adacheck, id and info", rule="metadata")
+    return SealedHead.open(raw, meta["id"], meta["info"])
 
 
 def decode_record(data: Buffer) -> Record:
@@ -153,11 +152,11 @@ def decode_record(data: Buffer) -> Record:
         arrays[info.name] = view[start : start + info.nbytes]
         start += info.nbytes
     if len(view) < start:
-        raise TruncatedError(f"{len(view)} bytes of a record of {start}").at(
+        raise TruncatedError(f"{len(view)} bytes of a record of {start}").at(**sealed.head.place())
+    if len(view) > start:
+        raise MalformedError(f"{len(view) - start} bytes after the record", rule="trailing").at(
             **sealed.head.place()
         )
-    if len(view) > start:
-        raise MalformedError(f"{len(view) - start} bytes after the record", rule="trailing")
     return Record(sealed, arrays)
 
 
@@ -170,15 +169,18 @@ def block_nbytes(info: ArrayInfo, index: int) -> int:
 
 def verify_block(info: ArrayInfo, index: int, data: Buffer) -> None:
     """Check one block's size and digest; raises `TruncatedError` or `DigestMismatchError`."""
-    if len(data) != block_nbytes(info, index):
-        raise TruncatedError(
-            f"block {index} of {info.name} has {len(data)} bytes, not {block_nbytes(info, index)}"
-        )
-    if block_digest(data) != info.digests[index]:
+    view, size = memoryview(data).cast("B"), block_nbytes(info, index)
+    if len(view) != size:
+        raise TruncatedError(f"block {index} of {info.name} has {len(view)} bytes, not {size}")
+    if block_digest(view) != info.digests[index]:
         raise DigestMismatchError(f"block {index} of {info.name} differs from its digest")
 
 
 def verify_record(record: Record) -> None:
     """Check every block of a record."""
-    for block in record.blocks():
-        verify_block(record.sealed.head.array(block.array), block.index, block.data)
+    for info in record.sealed.head.arrays:
+        data = record.arrays[info.name]
+        if len(data) != info.nbytes:
+            raise TruncatedError(f"{len(data)} bytes of {info.name}, not {info.nbytes}")
+        for index, block in enumerate(iter_blocks(data)):
+            verify_block(info, index, block)
