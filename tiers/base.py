@@ -21,11 +21,19 @@ class Source(Protocol):
     ``expected_id`` is the record's id where it is known beforehand, else None. ``blocks`` yields
     the blocks of one array in order of their index; arrays may interleave. A block's data may be
     reused by the producer as soon as the next block is asked for. ``seal`` is called once, after
-    the last block. Blocks differing from the digests in the head make the put fail.
+    the last block. Blocks differing from the digests in the head make the put fail. A source may
+    have ``sizes``, the bytes of each array by name, to help a tier that cuts arrays into objects.
     """
 
-    key: str
-    expected_id: str | None
+    @property
+    def key(self) -> str:
+        """The record's key."""
+        ...
+
+    @property
+    def expected_id(self) -> str | None:
+        """The record's id where it is known beforehand."""
+        ...
 
     def blocks(self) -> Iterable[Block]:
         """The blocks."""
