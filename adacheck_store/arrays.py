@@ -19,8 +19,8 @@ _NAMES = {
 }  # fmt: skip
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
-    name: getattr(torch, attribute) for name, attribute in _NAMES.items() if hasattr(torch, attribute)
-}  # fmt: skip
+    name: getattr(torch, word) for name, word in _NAMES.items() if hasattr(torch, word)
+}
 """Dtype name of the format -> torch dtype."""
 
 DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.items()}

@@ -105,9 +105,7 @@ def make_optimizer(spec: OptimizerSpec) -> torch.optim.Optimizer:
     return spec.cls([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
 
 
-def arithmetic_digest(
-    name: str, groups: Groups, dtypes: Sequence[str], device: str = "cpu"
-) -> str:
+def arithmetic_digest(name: str, groups: Groups, dtypes: Sequence[str], device: str = "cpu") -> str:
     """Digest of an optimizer's arithmetic on a device, for its groups' flags.
 
     A throw-away optimizer runs `VECTOR_STEPS` steps on fixed inputs of `VECTOR_ELEMENTS`
@@ -170,9 +168,7 @@ def _vector_digest(
     return digest.hexdigest()
 
 
-def _run_vector(
-    spec: OptimizerSpec, flags: Mapping[str, Any], dtype: str, device: str
-) -> bytes:
+def _run_vector(spec: OptimizerSpec, flags: Mapping[str, Any], dtype: str, device: str) -> bytes:
     kind = torch_dtype(dtype)
     param = _vector_input(kind, 1, 4).to(device)
     optimizer = make_optimizer(spec)

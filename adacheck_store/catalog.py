@@ -1,0 +1,224 @@
+"""The catalog: what every tier holds of a run, read once, as plain data for the planner."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from adacheck_store.format.errors import AdaCheckError, FormatError, RecordNotFoundError
+from adacheck_store.format.head import Head, SealedHead, check_key
+from adacheck_store.format.keys import Key, parse_key
+from adacheck_store.format.manifest import Claim, Floor, Manifest, decode_log, decode_manifest
+from adacheck_store.tiers.base import Tier
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordRef:
+    """A record some tiers hold: enough of its head to plan with.
+
+    ``tiers`` names the holders, nearest first. ``gap`` is a base's (None elsewhere), ``refs``
+    an extra's references to earlier steps.
+    """
+
+    key: str
+    kind: str
+    term: str
+    part: str
+    step: int
+    id: str
+    parent: str
+    manifest: str
+    layout: str
+    tiers: tuple[str, ...]
+    nbytes: int
+    origin: str = ""
+    exactness: str = ""
+    gap: Mapping[str, Any] | None = None
+    refs: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trouble:
+    """Something in a tier that could not be used: a record, or the tier itself (key empty)."""
+
+    tier: str
+    key: str
+    error: AdaCheckError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Catalog:
+    """What the tiers hold of ``run``.
+
+    ``bases``, ``deltas`` and ``extras`` map (term, part or rank) to references; ``manifests``
+    maps ids, ``layouts`` ids to the tiers that hold them. Records that a tier's floor covers are
+    left out. ``troubles`` lists what could not be read.
+    """
+
+    run: str
+    manifests: Mapping[str, Manifest] = field(default_factory=dict)
+    layouts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    bases: Mapping[tuple[str, str], tuple[RecordRef, ...]] = field(default_factory=dict)
+    deltas: Mapping[tuple[str, str], tuple[RecordRef, ...]] = field(default_factory=dict)
+    extras: Mapping[tuple[str, str], tuple[RecordRef, ...]] = field(default_factory=dict)
+    claims: tuple[Claim, ...] = ()
+    floors: Mapping[str, tuple[Floor, ...]] = field(default_factory=dict)
+    troubles: tuple[Trouble, ...] = ()
+
+    @property
+    def empty(self) -> bool:
+        """True if no term of the run has a manifest."""
+        return not self.manifests
+
+    def without(self, lost: Iterable[tuple[str, str]]) -> Catalog:
+        """The catalog less some (tier, key) pairs whose blocks did not verify."""
+        gone = set(lost)
+
+        def keep(table: Mapping[tuple[str, str], tuple[RecordRef, ...]]) -> Any:
+            result = {}
+            for place, refs in table.items():
+                kept = []
+                for ref in refs:
+                    tiers = tuple(t for t in ref.tiers if (t, ref.key) not in gone)
+                    if tiers:
+                        kept.append(dataclasses.replace(ref, tiers=tiers))
+                result[place] = tuple(kept)
+            return result
+
+        return dataclasses.replace(
+            self, bases=keep(self.bases), deltas=keep(self.deltas), extras=keep(self.extras)
+        )
+
+
+def make_ref(key: Key, sealed: SealedHead, tiers: Sequence[str]) -> RecordRef:
+    """A reference from a record's head."""
+    head = sealed.head
+    body = head.body
+    gap = body.get("gap") if head.kind == "base" else None
+    refs = body.get("refs", {}) if head.kind == "extra" else {}
+    return RecordRef(
+        key=str(key), kind=head.kind, term=head.term, part=head.part, step=head.step or 0,
+        id=sealed.id, parent=head.parent, manifest=head.manifest, layout=head.layout,
+        tiers=tuple(tiers), nbytes=sum(info.nbytes for info in head.arrays) + len(sealed.raw),
+        origin=str(body.get("origin", "")), exactness=str(body.get("class", "")),
+        gap=gap if isinstance(gap, Mapping) else None,
+        refs=tuple(sorted({s for s in refs.values() if type(s) is int}))
+        if isinstance(refs, Mapping) else (),
+    )  # fmt: skip
+
+
+class _Builder:
+    """Gathers one run's records from tier after tier."""
+
+    def __init__(self, run: str) -> None:
+        self.run = run
+        self.refs: dict[tuple[str, str], RecordRef] = {}
+        self.manifests: dict[str, Manifest] = {}
+        self.layouts: dict[str, list[str]] = defaultdict(list)
+        self.claims: dict[int, Claim] = {}
+        self.floors: dict[str, list[Floor]] = defaultdict(list)
+        self.troubles: list[Trouble] = []
+
+    def add_tier(self, tier: Tier) -> None:
+        """Read all heads of the run in a tier; a tier that fails is a trouble, not an error."""
+        name = tier.traits.name
+        found: list[tuple[Key, SealedHead]] = []
+        try:
+            for text in tier.list(f"{self.run}/"):
+                key = parse_key(text)
+                sealed = self._head(tier, key)
+                if sealed is not None:
+                    found.append((key, sealed))
+        except AdaCheckError as error:
+            self.troubles.append(Trouble(tier=name, key="", error=error.at(tier=name)))
+        for key, sealed in found:
+            if key.kind == "log":
+                self._add_log(name, sealed.head)
+        for key, sealed in found:
+            self._add(name, key, sealed)
+
+    def _head(self, tier: Tier, key: Key) -> SealedHead | None:
+        try:
+            sealed = tier.head(str(key))
+            check_key(key, sealed.head)
+        except RecordNotFoundError:
+            return None
+        except AdaCheckError as error:
+            if not isinstance(error, FormatError) and key.kind not in ("base", "delta", "extra"):
+                raise
+            error.at(tier=tier.traits.name, key=str(key))
+            self.troubles.append(Trouble(tier=tier.traits.name, key=str(key), error=error))
+            return None
+        return sealed
+
+    def _add_log(self, tier: str, head: Head) -> None:
+        entry = decode_log(head)
+        if isinstance(entry, Claim):
+            self.claims[entry.index] = entry
+        else:
+            self.floors[tier].append(entry)
+
+    def _add(self, tier: str, key: Key, sealed: SealedHead) -> None:
+        head = sealed.head
+        if head.kind == "manifest":
+            try:
+                self.manifests[sealed.id] = decode_manifest(head)
+            except FormatError as error:
+                self.troubles.append(Trouble(tier=tier, key=str(key), error=error))
+        elif head.kind == "layout":
+            if key.name == sealed.id:
+                self.layouts[sealed.id].append(tier)
+        elif head.kind in ("base", "delta", "extra") and not self._below_floor(tier, head):
+            place = (str(key), sealed.id)
+            known = self.refs.get(place)
+            tiers = (*known.tiers, tier) if known else (tier,)
+            self.refs[place] = make_ref(key, sealed, tiers)
+
+    def _below_floor(self, tier: str, head: Head) -> bool:
+        step = head.step or 0
+        return any(
+            head.term in floor.terms and step < floor.step and step not in floor.kept
+            for floor in self.floors[tier]
+        )
+
+    def build(self) -> Catalog:
+        """The catalog."""
+        tables: dict[str, dict[tuple[str, str], list[RecordRef]]] = {
+            kind: defaultdict(list) for kind in ("base", "delta", "extra")
+        }
+        for ref in self.refs.values():
+            tables[ref.kind][ref.term, ref.part].append(ref)
+
+        def sort(kind: str) -> dict[tuple[str, str], tuple[RecordRef, ...]]:
+            return {
+                place: tuple(sorted(refs, key=lambda ref: (ref.step, ref.key, ref.id)))
+                for place, refs in tables[kind].items()
+            }
+
+        return Catalog(
+            run=self.run,
+            manifests=self.manifests,
+            layouts={name: tuple(tiers) for name, tiers in self.layouts.items()},
+            bases=sort("base"),
+            deltas=sort("delta"),
+            extras=sort("extra"),
+            claims=tuple(self.claims[index] for index in sorted(self.claims)),
+            floors={tier: tuple(floors) for tier, floors in self.floors.items()},
+            troubles=tuple(self.troubles),
+        )
+
+
+def read_catalog(tiers: Sequence[Tier], run: str) -> Catalog:
+    """The catalog of a run over tiers given nearest first. Reads heads only."""
+    builder = _Builder(run)
+    for tier in tiers:
+        builder.add_tier(tier)
+    return builder.build()
+
+
+def list_runs(tiers: Sequence[Tier]) -> list[str]:
+    """Names of all runs in the tiers, sorted."""
+    return sorted({key.split("/", 1)[0] for tier in tiers for key in tier.list("")})

@@ -1,0 +1,112 @@
+"""Compaction: a fold whose sink is a tier, giving a replayed base."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from adacheck_store.format.bodies import BaseBody
+from adacheck_store.format.head import ArrayInfo, Head, SealedHead
+from adacheck_store.format.ids import BLOCK_BYTES, block_digest
+from adacheck_store.format.keys import base_key
+from adacheck_store.format.layout import Layout, Section
+from adacheck_store.format.record import Block
+
+from .arrays import byte_view, torch_dtype
+from .config import writer_info
+from .fetch import Fetcher
+from .fold import Fold, FoldReport
+from .recovery import PartPlan
+from .restore import open_fold
+
+
+class _BlockSink:
+    """A sink that hands out windows of scratch memory and collects finished blocks."""
+
+    def __init__(self) -> None:
+        self.digests: dict[str, list[str]] = defaultdict(list)
+        self.ready: list[Block] = []
+        self._scratch: dict[tuple[str, str], torch.Tensor] = {}
+
+    def window(self, section: Section, role: str, start: int, stop: int) -> torch.Tensor:
+        """Scratch memory, the same for every window of the role."""
+        place = (section.name, role)
+        kept = self._scratch.get(place)
+        if kept is None or kept.numel() < stop - start:
+            kept = torch.empty(stop - start, dtype=torch_dtype(section.dtypes[role]))
+            self._scratch[place] = kept
+        return kept[: stop - start]
+
+    def done(
+        self, section: Section, start: int, stop: int, views: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Cut the window into blocks."""
+        for role, view in views.items():
+            name = f"{section.name}/{role}"
+            data = byte_view(view)
+            for at in range(0, len(data), BLOCK_BYTES):
+                block = data[at : at + BLOCK_BYTES]
+                self.ready.append(Block(name, len(self.digests[name]), block))
+                self.digests[name].append(block_digest(block))
+
+
+class ReplayedBase:
+    """A base made by folding a plan, as a `tiers.base.Source`: streamed in bounded memory.
+
+    `blocks` raises `ReplayMismatchError` or `BlocksLostError` where the fold does; then nothing
+    becomes visible. After `seal`, ``report`` says what the fold did.
+    """
+
+    expected_id: str | None = None
+
+    def __init__(
+        self, fetcher: Fetcher, layout: Layout, plan: PartPlan, *, run: str, term: str,
+        step: int, manifest: str,
+    ) -> None:  # fmt: skip
+        self._fold: Fold = open_fold(fetcher, layout, plan)
+        self._layout = layout
+        self._plan = plan
+        self._place = {"run": run, "term": term, "part": plan.part, "step": step}
+        self._manifest = manifest
+        self._sink = _BlockSink()
+        self.key = str(base_key(run, term, plan.part, step))
+        self.report: FoldReport | None = None
+
+    def blocks(self) -> Iterator[Block]:
+        """The folded blocks, window by window."""
+        for report in self._fold.steps(self._sink):
+            yield from self._sink.ready
+            self._sink.ready.clear()
+            self.report = report
+
+    def seal(self) -> SealedHead:
+        """The base's head, from the digests of what `blocks` gave."""
+        report = self.report
+        assert report is not None
+        body = BaseBody(
+            origin="replayed", exactness=report.exactness, states=report.states,
+            boundary=report.boundary,
+        )  # fmt: skip
+        arrays = tuple(self._array(section, role) for section, role in self._roles())
+        place: dict[str, Any] = self._place
+        head = Head(
+            kind="base", **place, parent=self._plan.link, manifest=self._manifest,
+            layout=self._plan.layout, arrays=arrays, body=body.to_json(),
+        )  # fmt: skip
+        return SealedHead.seal(head, writer_info())
+
+    def _roles(self) -> Iterator[tuple[Section, str]]:
+        for section in self._layout.sections:
+            if section.slices:
+                for role in self._fold.roles(section):
+                    yield section, role
+
+    def _array(self, section: Section, role: str) -> ArrayInfo:
+        name = f"{section.name}/{role}"
+        return ArrayInfo(
+            name=name, dtype=section.dtypes[role], elements=section.elements,
+            digests=tuple(self._sink.digests[name]),
+        )  # fmt: skip

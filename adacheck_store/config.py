@@ -1,0 +1,97 @@
+"""Settings, and the only place that reads the environment."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from adacheck_store.format.errors import UsageError
+from adacheck_store.tiers import failpoints
+
+POLICIES = ("lossless", "bf16")
+RESUMES = ("auto", "must", "never")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Everything a writer of a run can be told.
+
+    ``policy``: ``lossless`` stores what reproduces the optimizer's input bit for bit; ``bf16``
+    rounds gradients in place before the step. ``window``: records in flight, W. ``base_every``:
+    steps between replayed bases. ``object_lag`` and ``object_lag_s``: how far, in steps and in
+    seconds, the object tier may stay behind. ``keep_bases``: bases a tier keeps, with what
+    follows. ``stall_timeout_s``: how long a step waits at W before training goes on exposed.
+    ``grace_s``: age in seconds before a superseded record of the object tier is deleted.
+    ``lmdb_bytes``: capacity of the LMDB tier (0: what the disk has, less a tenth).
+    """
+
+    policy: str = "lossless"
+    window: int = 2
+    base_every: int = 64
+    object_lag: int = 64
+    object_lag_s: float = 60.0
+    keep_bases: int = 2
+    stall_timeout_s: float = 30.0
+    grace_s: float = 60.0
+    start_step: int = 0
+    resume: str = "auto"
+    strict: bool = False
+    lmdb_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise UsageError(f"policy {self.policy!r}", hint=f"one of {POLICIES}")
+        if self.resume not in RESUMES:
+            raise UsageError(f"resume {self.resume!r}", hint=f"one of {RESUMES}")
+        least = {"window": 1, "base_every": 1, "object_lag": 1, "keep_bases": 1, "start_step": 0}
+        for name, low in least.items():
+            value = getattr(self, name)
+            if type(value) is not int or value < low:
+                raise UsageError(f"{name}={value!r}", hint=f"an integer of at least {low}")
+
+
+def environment() -> Mapping[str, str]:
+    """The process environment."""
+    return os.environ
+
+
+def node_name() -> str:
+    """Name of this host: ``ADACHECK_NODE``, else the machine id, else the host name."""
+    named = environment().get("ADACHECK_NODE", "")
+    if named:
+        safe = "".join(c for c in named if c.isalnum() or c in "._-")
+        if safe != named or not named[0].isalnum():
+            raise UsageError(f"ADACHECK_NODE={named!r}", hint="use letters, digits, . _ -")
+        return named
+    for path in ("/etc/machine-id", "/var/lib/dbus/machine-id"):
+        try:
+            text = Path(path).read_text(encoding="ascii").strip()
+        except (OSError, UnicodeDecodeError):
+            continue
+        if text.isalnum():
+            return text[:32]
+    return socket.gethostname() or "localhost"
+
+
+def cache_folder() -> Path:
+    """The user's cache folder for stores without a local directory."""
+    base = environment().get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "adacheck-store"
+
+
+def writer_info() -> dict[str, str]:
+    """Who writes: for a record's ``info``, never part of its id."""
+    from adacheck_store import __version__
+
+    return {"writer": f"adacheck-store {__version__}", "host": platform.node()}
+
+
+def arm_failpoints() -> None:
+    """Arm the failpoint named by ``ADACHECK_FAILPOINT`` (tests of crashes), if any."""
+    spec = environment().get("ADACHECK_FAILPOINT", "")
+    if spec:
+        failpoints.arm(spec)

@@ -1,0 +1,354 @@
+"""The fold: base and deltas in, base out, block by block, the state in the cache once.
+
+Restore, compaction and export are this one function with different sinks. Windows of a section
+are taken one after another; in each, all deltas are applied before the next is read. Every
+fingerprint a delta carries is checked when the fold passes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from adacheck_store.format.bodies import (
+    BaseBody,
+    DeltaBody,
+    Grad,
+    Groups,
+    SectionState,
+    decode_base,
+    decode_delta,
+)
+from adacheck_store.format.dtypes import item_bytes
+from adacheck_store.format.errors import MalformedError, ReplayMismatchError
+from adacheck_store.format.ids import BLOCK_BYTES, block_count
+from adacheck_store.format.layout import Layout, Section, Slice
+
+from .arrays import byte_view, from_typed, to_typed, torch_dtype
+from .engines import Piece, StepEngine
+from .fetch import ArrayReader
+from .fingerprint import block_sum
+from .optimizers import arithmetic_digest, spec_named
+
+WINDOW_BYTES = 1 << 20
+"""Bytes of the narrowest role in a window: whole blocks of every role."""
+
+
+class Sink(Protocol):
+    """Where a fold's windows lie: memory for a role's elements, and what becomes of them."""
+
+    def window(self, section: Section, role: str, start: int, stop: int) -> torch.Tensor:
+        """Flat contiguous memory for elements start..stop of the role; need not be zeroed."""
+        ...
+
+    def done(self, section: Section, start: int, stop: int, views: Mapping[str, Any]) -> None:
+        """The window is final; ``views`` maps the section's present roles to its tensors."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True)
+class FoldReport:
+    """What a fold did: ``exactness`` is ``exact`` if every delta's arithmetic is this machine's.
+
+    ``verified_through`` is the last step of which every fingerprint seen so far agreed and all
+    blocks have been seen at or after it (-1: none); ``checked`` counts fingerprints.
+    """
+
+    exactness: str = "exact"
+    deltas: int = 0
+    checked: int = 0
+    differed: int = 0
+    verified_through: int = -1
+    states: dict[str, SectionState] = field(default_factory=dict)
+    boundary: tuple[Groups, ...] = ()
+
+
+class Delta:
+    """A delta opened for folding: its body, and maps from slice to gradient."""
+
+    def __init__(self, reader: ArrayReader) -> None:
+        self.reader = reader
+        self.step = reader.head.step or 0
+        self.body: DeltaBody = decode_delta(reader.head)
+        self.grads: list[dict[tuple[str, int], Grad]] = [
+            {(grad.section, grad.slice): grad for grad in update.grads}
+            for update in self.body.updates
+        ]
+        self.sums: dict[str, dict[int, int]] = {}
+        for item in self.body.fingerprints:
+            self.sums.setdefault(item.array, {}).update(item.blocks())
+
+
+class Fold:
+    """A base with its consecutive deltas, ready to be folded into a sink.
+
+    Raises `MalformedError` where records do not fit the layout, `UnsupportedError` for an
+    optimizer that cannot be folded here, and while running `ReplayMismatchError` (class
+    ``exact`` only), whose ``last_match`` is the last step at which the differing block agreed.
+    """
+
+    def __init__(self, layout: Layout, base: ArrayReader, deltas: Sequence[ArrayReader]) -> None:
+        self.layout = layout
+        self.base = base
+        self.base_body: BaseBody = decode_base(base.head)
+        self.deltas = [Delta(reader) for reader in deltas]
+        self.report = FoldReport(deltas=len(self.deltas), boundary=self.base_body.boundary)
+        if self.deltas:
+            self.report.boundary = self.deltas[-1].body.boundary
+        self.report.exactness = "exact" if self._same_arithmetic() else "bounded"
+        self._engines = {
+            index: StepEngine(spec_named(name))
+            for index, name in enumerate(layout.optimizers)
+            if self.deltas
+        }
+        self._last_match: dict[tuple[str, int], int] = {}
+        self._scalars: dict[tuple[str, int], dict[str, Any]] = {}
+        self.base_step = base.head.step or 0
+
+    def _same_arithmetic(self) -> bool:
+        """Whether this machine's vector equals the trainer's, for every delta."""
+        for index, name in enumerate(self.layout.optimizers):
+            dtypes = sorted({
+                s.roles[0][1] for s in self.layout.sections if s.optimizer == index and s.slices
+            })  # fmt: skip
+            for delta in self.deltas:
+                for update in delta.body.updates:
+                    if update.optimizer != index:
+                        continue
+                    theirs = delta.body.arithmetic[index : index + 1]
+                    ours = arithmetic_digest(name, update.groups, dtypes)
+                    if theirs != (ours,):
+                        return False
+        return True
+
+    def present(self, section: Section) -> list[bool]:
+        """Which slices of a section have optimizer state after the fold."""
+        state = self.base_body.states.get(section.name)
+        present = list(state.present) if state else [False] * len(section.slices)
+        if len(present) != len(section.slices):
+            raise MalformedError(f"states of section {section.name}", rule="base")
+        for delta in self.deltas:
+            for grads in delta.grads:
+                for name, index in grads:
+                    if name == section.name and section.state_roles:
+                        present[index] = True
+        return present
+
+    def roles(self, section: Section) -> list[str]:
+        """Roles of a section that have an array after the fold."""
+        names = [section.main_role]
+        if any(self.present(section)):
+            names += section.state_roles
+        return names
+
+    def run(self, sink: Sink) -> FoldReport:
+        """Fold everything into the sink."""
+        for _ in self.steps(sink):
+            pass
+        return self.report
+
+    def steps(self, sink: Sink) -> Iterator[FoldReport]:
+        """Fold window by window, yielding the report after each; the last one is complete."""
+        for section in self.layout.sections:
+            if section.slices:
+                for _ in self._run_section(section, sink):
+                    yield self.report
+        for section in self.layout.sections:
+            self.report.states[section.name] = self._final_state(section)
+        self.report.verified_through = self._verified_through()
+        yield self.report
+
+    def _run_section(self, section: Section, sink: Sink) -> Iterator[None]:
+        width = WINDOW_BYTES // min(item_bytes(dtype) for _, dtype in section.roles)
+        scratch = torch.empty(min(width, section.elements), dtype=torch_dtype(section.roles[0][1]))
+        roles = self.roles(section)
+        for start in range(0, max(section.elements, 1), width):
+            stop = min(start + width, section.elements)
+            views = {role: sink.window(section, role, start, stop) for role in roles}
+            self._load(section, start, views)
+            pieces = self._pieces(section, start, stop, views, scratch)
+            self._check(section, self.base_step, start, views, {})
+            for delta in self.deltas:
+                self._apply(section, delta, start, pieces)
+                self._apply_sets(section, delta, start, stop, views)
+                self._check(section, delta.step, start, views, delta.sums)
+            for piece in pieces:
+                self._scalars[section.name, piece.slice] = dict(piece.scalars)
+            sink.done(section, start, stop, views)
+            yield
+
+    def _load(self, section: Section, start: int, views: Mapping[str, torch.Tensor]) -> None:
+        for role, view in views.items():
+            name = f"{section.name}/{role}"
+            info = self.base.info(name)
+            if info is None:
+                if role == section.main_role:
+                    raise MalformedError(f"the base has no array {name}", rule="base")
+                view.zero_()
+            elif (info.dtype, info.elements) != (section.dtypes[role], section.elements):
+                raise MalformedError(f"array {name} does not fit the layout", rule="base")
+            else:
+                self.base.read_into(name, start, view)
+
+    def _pieces(
+        self, section: Section, start: int, stop: int, views: Mapping[str, torch.Tensor],
+        scratch: torch.Tensor,
+    ) -> list[Piece]:  # fmt: skip
+        if section.optimizer < 0 or not self.deltas:
+            return []
+        state = self.base_body.states.get(section.name)
+        pieces = []
+        for index, item in enumerate(section.slices):
+            low, high = max(item.offset, start), min(item.offset + item.elements, stop)
+            if low >= high and not _empty_here(section, item, start, stop):
+                continue
+            high = max(low, high)
+            cut = slice(low - start, high - start)
+            present = bool(state and state.present[index])
+            scalars = {}
+            if state and present:
+                scalars = {
+                    name: from_typed(values[index])
+                    for name, values in state.scalars.items()
+                    if values[index] is not None
+                }
+            pieces.append(
+                Piece(
+                    slice=index, group=item.group, start=low - item.offset,
+                    stop=high - item.offset, param=views[section.main_role][cut],
+                    grad=scratch[cut],
+                    roles={r: v[cut] for r, v in views.items() if r != section.main_role},
+                    present=present, scalars=scalars,
+                )
+            )  # fmt: skip
+        return pieces
+
+    def _apply(self, section: Section, delta: Delta, start: int, pieces: list[Piece]) -> None:
+        for number, update in enumerate(delta.body.updates):
+            if update.optimizer != section.optimizer:
+                continue
+            grads = delta.grads[number]
+            stepping = [p for p in pieces if (section.name, p.slice) in grads]
+            self._decode(section, delta, number, stepping)
+            self._engines[section.optimizer].apply(stepping, update.groups)
+
+    def _decode(self, section: Section, delta: Delta, number: int, pieces: Sequence[Piece]) -> None:
+        """Fill the pieces' gradients; neighbours kept alike are read in one run."""
+        grads = delta.grads[number]
+        at = 0
+        while at < len(pieces):
+            first = grads[section.name, pieces[at].slice]
+            shift = _shift(section, pieces[at], first)
+            end = at + 1
+            while end < len(pieces):
+                grad = grads[section.name, pieces[end].slice]
+                if (grad.encoding, grad.scale) != (first.encoding, first.scale):
+                    break
+                if _shift(section, pieces[end], grad) != shift:
+                    break
+                end += 1
+            self._decode_run(delta, number, first, pieces[at:end])
+            at = end
+
+    def _decode_run(self, delta: Delta, number: int, grad: Grad, pieces: Sequence[Piece]) -> None:
+        name = f"u{number}/{grad.section}/grad.{grad.encoding}"
+        begin = grad.offset + pieces[0].start
+        target = pieces[0].grad
+        if len(pieces) > 1:
+            last = pieces[-1].grad
+            span = last.storage_offset() + last.numel() - target.storage_offset()
+            target = target.as_strided((span,), (1,))
+        kept = delta.reader.elements(name, begin, begin + target.numel())
+        target.copy_(kept)
+        if grad.scale is not None:
+            target.mul_(_scale(grad.scale))
+
+    def _apply_sets(
+        self, section: Section, delta: Delta, start: int, stop: int,
+        views: Mapping[str, torch.Tensor],
+    ) -> None:  # fmt: skip
+        for entry in delta.body.sets:
+            if entry.section != section.name:
+                continue
+            item = section.slices[entry.slice]
+            low, high = max(item.offset, start), min(item.offset + item.elements, stop)
+            if low < high:
+                begin = entry.offset + low - item.offset
+                delta.reader.read_into(
+                    f"set/{section.name}/{entry.role}", begin,
+                    views[entry.role][low - start : high - start],
+                )  # fmt: skip
+
+    def _check(
+        self, section: Section, step: int, start: int, views: Mapping[str, torch.Tensor],
+        sums: Mapping[str, Mapping[int, int]],
+    ) -> None:  # fmt: skip
+        """Compare the window's blocks with the trainer's fingerprints of this step, if any."""
+        for role, view in views.items():
+            name = f"{section.name}/{role}"
+            expected = sums.get(name, {})
+            size = item_bytes(section.dtypes[role])
+            data = byte_view(view)
+            first = start * size // BLOCK_BYTES
+            for index in range(first, first + block_count(len(data))):
+                if step == self.base_step and not sums:
+                    self._last_match[name, index] = step
+                elif index in expected:
+                    at = (index - first) * BLOCK_BYTES
+                    self._compare(name, index, step, data[at : at + BLOCK_BYTES], expected[index])
+
+    def _compare(self, name: str, index: int, step: int, data: memoryview, expected: int) -> None:
+        self.report.checked += 1
+        if block_sum(data) == expected:
+            self._last_match[name, index] = step
+            return
+        self.report.differed += 1
+        if self.report.exactness != "exact":
+            return
+        error = ReplayMismatchError(
+            f"block {index} of {name} is not what the trainer had", step=step,
+            part=self.base.ref.part, run=self.base.head.run, term=self.deltas[-1].reader.ref.term,
+            hint="the chain ends at the last step that agreed; a captured base follows",
+        )  # fmt: skip
+        error.last_match = self._last_match.get((name, index), self.base_step)
+        raise error
+
+    def _verified_through(self) -> int:
+        return min(self._last_match.values(), default=self.base_step)
+
+    def _final_state(self, section: Section) -> SectionState:
+        base = self.base_body.states.get(section.name)
+        present = self.present(section)
+        names = set(base.scalars) if base else set()
+        finals = [self._scalars.get((section.name, i)) for i in range(len(present))]
+        for final in finals:
+            names.update(final or {})
+        scalars: dict[str, tuple[Any, ...]] = {}
+        for name in sorted(names):
+            values: list[Any] = []
+            for index, final in enumerate(finals):
+                if final is not None:
+                    values.append(to_typed(final.get(name)))
+                else:
+                    values.append(base.scalars[name][index] if base else None)
+            scalars[name] = tuple(values)
+        return SectionState(present=tuple(present), scalars=scalars)
+
+
+def _empty_here(section: Section, item: Slice, start: int, stop: int) -> bool:
+    """An empty slice has counters to step: it belongs to the window its offset falls into."""
+    at = max(0, min(item.offset, section.elements - 1))
+    return item.elements == 0 and start <= at < max(stop, 1)
+
+
+def _shift(section: Section, piece: Piece, grad: Grad) -> int:
+    return grad.offset - section.slices[piece.slice].offset
+
+
+def _scale(bits: int) -> torch.Tensor:
+    return torch.tensor(bits - 2**32 if bits >= 2**31 else bits, dtype=torch.int32).view(
+        torch.float32
+    )

@@ -1,0 +1,238 @@
+"""Executing a restore plan: verified bytes into staging, folded; a certificate of what was shown.
+
+A block that no tier has right ends in a new plan without it: the newest older provable step is
+taken, and said. Never guess.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from adacheck_store.format.bodies import decode_extra
+from adacheck_store.format.canonical import ArrayRef, Scalar
+from adacheck_store.format.errors import AdaCheckError, ChainBrokenError, ReplayMismatchError
+from adacheck_store.format.keys import layout_key
+from adacheck_store.format.layout import Layout, Section, decode_layout
+from adacheck_store.tiers.base import Tier
+
+from .arrays import tensor_of, torch_dtype
+from .catalog import Catalog, RecordRef, read_catalog
+from .fetch import ArrayReader, BlocksLostError, Fetcher
+from .fold import Fold, FoldReport
+from .recovery import PartPlan, RestorePlan, plan_restore
+from .state import PartState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Certificate:
+    """What a restore has shown about the state it gives.
+
+    ``base_step`` and ``deltas`` are the largest over the parts; ``exactness`` the weakest.
+    ``blocks_verified`` counts digests; ``verified_through`` is the step through which the
+    trainer's own fingerprints were checked (the base's step if no delta was folded).
+    """
+
+    step: int
+    base_step: int
+    base_origin: str
+    deltas: int
+    exactness: str
+    blocks_verified: int
+    fingerprints: int
+    verified_through: int
+    drift: float | None = None
+
+    def __str__(self) -> str:
+        return (
+            f"step {self.step} = {self.base_origin} base {self.base_step} + {self.deltas} deltas, "
+            f"{self.exactness}, {self.blocks_verified} blocks verified, fingerprints through step "
+            f"{self.verified_through}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """State of a run at a step, in staging memory, and how it was come by.
+
+    ``extras`` maps a rank to its tree, with torch tensors. ``lost`` is how many steps newer than
+    ``step`` were seen and could not be proven, with ``reasons``; ``tiers`` maps each tier to the
+    bytes it gave. ``plan`` is what was executed.
+    """
+
+    step: int
+    plan: RestorePlan
+    parts: Mapping[str, PartState]
+    extras: Mapping[str, Mapping[str, Any]]
+    certificate: Certificate
+    lost: int
+    reasons: tuple[str, ...]
+    tiers: Mapping[str, int]
+
+
+@dataclass(slots=True)
+class StateSink:
+    """A fold's sink that keeps the whole state in memory."""
+
+    arrays: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def window(self, section: Section, role: str, start: int, stop: int) -> torch.Tensor:
+        """A view of the role's array, made when first asked for."""
+        name = f"{section.name}/{role}"
+        if name not in self.arrays:
+            kind = torch_dtype(section.dtypes[role])
+            self.arrays[name] = torch.empty(section.elements, dtype=kind)
+        return self.arrays[name][start:stop]
+
+    def done(self, section: Section, start: int, stop: int, views: Mapping[str, Any]) -> None:
+        """Nothing: the windows are the result."""
+
+
+def restore_state(
+    tiers: Sequence[Tier], run: str, *, step: int | None = None, term: str = "",
+    catalog: Catalog | None = None,
+) -> Restored:  # fmt: skip
+    """The newest provable state of a run (or that of ``step``), fetched, verified and folded.
+
+    Tiers are given nearest first. Raises `RestoreError`, `NotProvableError`, or what made every
+    candidate fail.
+    """
+    catalog = catalog if catalog is not None else read_catalog(tiers, run)
+    newest: int | None = None
+    reasons: list[str] = []
+    while True:
+        plan = plan_restore(catalog, step, term)
+        newest = plan.newest if newest is None else max(newest, plan.newest)
+        fetcher = Fetcher(tiers)
+        try:
+            parts, reports = fetch_parts(fetcher, tiers, plan)
+            extras = {rank: read_extra(fetcher, refs) for rank, refs in plan.extras.items()}
+        except BlocksLostError as error:
+            reasons.append(str(error))
+            catalog = catalog.without(error.lost)
+            continue
+        except ReplayMismatchError as error:
+            reasons.append(str(error))
+            catalog = _end_chain(catalog, plan, error.last_match)
+            continue
+        return Restored(
+            step=plan.step, plan=plan, parts=parts, extras=extras,
+            certificate=_certificate(plan, reports, fetcher), lost=max(0, newest - plan.step),
+            reasons=(*plan.reasons, *reasons), tiers=dict(fetcher.used),
+        )  # fmt: skip
+
+
+def _end_chain(catalog: Catalog, plan: RestorePlan, last_match: int) -> Catalog:
+    """Leave out the deltas of the plan's chains after the last step that agreed."""
+    lost = [
+        (tier, ref.key)
+        for part in plan.parts
+        for ref in part.deltas
+        if ref.step > last_match
+        for tier in ref.tiers
+    ]
+    if not lost:
+        raise ChainBrokenError("a fold differs, and no delta is left to leave out", run=plan.run)
+    return catalog.without(lost)
+
+
+def open_layout(tiers: Sequence[Tier], run: str, layout_id: str) -> Layout:
+    """A layout by id, from the first tier that has it right."""
+    errors: list[str] = []
+    for tier in tiers:
+        try:
+            sealed = tier.head(str(layout_key(run, layout_id)))
+            if sealed.id == layout_id:
+                return decode_layout(sealed.head)
+            errors.append(f"{tier.traits.name}: another record under its key")
+        except AdaCheckError as error:
+            errors.append(str(error))
+    raise ChainBrokenError(
+        f"no tier has layout {layout_id[:16]}: {'; '.join(errors)}", run=run,
+        hint="fsck --repair copies it from a tier that has it",
+    )  # fmt: skip
+
+
+def open_fold(fetcher: Fetcher, layout: Layout, part: PartPlan) -> Fold:
+    """The fold of a part's plan; reads heads, no blocks yet."""
+    base = ArrayReader(fetcher, part.base)
+    return Fold(layout, base, [ArrayReader(fetcher, ref) for ref in part.deltas])
+
+
+def fetch_parts(
+    fetcher: Fetcher, tiers: Sequence[Tier], plan: RestorePlan
+) -> tuple[dict[str, PartState], list[FoldReport]]:
+    """Fold every part of a plan into memory."""
+    parts: dict[str, PartState] = {}
+    reports: list[FoldReport] = []
+    for part in plan.parts:
+        layout = open_layout(tiers, plan.run, part.layout)
+        sink = StateSink()
+        report = open_fold(fetcher, layout, part).run(sink)
+        reports.append(report)
+        parts[part.part] = PartState(
+            part=part.part, step=plan.step, layout=layout, layout_id=part.layout,
+            arrays=sink.arrays, states=report.states, boundary=report.boundary,
+        )  # fmt: skip
+    return parts, reports
+
+
+def read_extra(fetcher: Fetcher, refs: Sequence[RecordRef]) -> dict[str, Any]:
+    """A rank's extra as a tree with torch tensors; ``refs`` as in `RestorePlan.extras`."""
+    readers = {ref.step: ArrayReader(fetcher, ref) for ref in refs}
+    newest = readers[refs[0].step]
+    body = decode_extra(newest.head)
+    tree = {name: _with_tensors(value, newest) for name, value in body.tree.items()}
+    for name, step in body.refs.items():
+        earlier = readers[step]
+        tree[name] = _with_tensors(decode_extra(earlier.head).tree[name], earlier)
+    return tree
+
+
+def _with_tensors(value: Any, reader: ArrayReader) -> Any:
+    """A typed value with its arrays and scalars as tensors."""
+    if isinstance(value, ArrayRef):
+        info = reader.head.array(value.array)
+        return reader.elements(value.array, 0, info.elements).reshape(value.shape)
+    if isinstance(value, Scalar):
+        return tensor_of(value)
+    if isinstance(value, tuple | list):
+        return type(value)(_with_tensors(item, reader) for item in value)
+    if isinstance(value, dict):
+        return {key: _with_tensors(item, reader) for key, item in value.items()}
+    return value
+
+
+def _certificate(plan: RestorePlan, reports: Sequence[FoldReport], fetcher: Fetcher) -> Certificate:
+    longest: PartPlan = max(plan.parts, key=lambda part: len(part.deltas))
+    exactness = {report.exactness for report in reports} | {
+        part.base.exactness for part in plan.parts
+    }
+    order = ("unsupported", "bounded", "exact")
+    return Certificate(
+        step=plan.step,
+        base_step=longest.base.step,
+        base_origin=longest.base.origin,
+        deltas=len(longest.deltas),
+        exactness=next(name for name in order if name in exactness),
+        blocks_verified=fetcher.blocks_verified,
+        fingerprints=sum(report.checked for report in reports),
+        verified_through=min(report.verified_through for report in reports),
+    )
+
+
+def describe(restored: Restored) -> dict[str, Any]:
+    """The restore as plain data, for ``--json``."""
+    return {
+        "run": restored.plan.run,
+        "term": restored.plan.term,
+        "step": restored.step,
+        "lost": restored.lost,
+        "reasons": list(restored.reasons),
+        "tiers": dict(restored.tiers),
+        "certificate": dataclasses.asdict(restored.certificate),
+    }

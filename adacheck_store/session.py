@@ -1,0 +1,307 @@
+"""A session: one writer's hold on a run, from claim to close. What `trainer_hooks` stands on."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import time
+from collections.abc import Callable
+
+from adacheck_store.format.errors import AdaCheckError, OrderError, RestoreError, TierError
+from adacheck_store.format.keys import (
+    Term,
+    base_key,
+    check_run,
+    extra_key,
+    layout_key,
+    manifest_key,
+    parse_key,
+    part_name,
+    rank_name,
+)
+from adacheck_store.format.layout import Layout
+from adacheck_store.format.manifest import Manifest, PartEntry
+from adacheck_store.format.record import Record
+from adacheck_store.tiers.base import RecordSource
+
+from .boundary import Boundary, Link
+from .catalog import Catalog, RecordRef, make_ref, read_catalog
+from .config import Settings, arm_failpoints, writer_info
+from .drain import missing_below
+from .recovery import tolerant_line
+from .restore import Restored, restore_state
+from .status import Status
+from .store import Store, open_store
+from .terms import claim_term
+from .upkeep import Tail, Upkeep
+from .writer import Writer
+
+log = logging.getLogger(__name__)
+
+CLOSE_S = 60.0
+"""Longest wait for a background thread when closing."""
+
+
+class RunSession:
+    """Holds a run's store for writing.
+
+    Order of calls: `open`, `restore` (optional on a run without history), `start`, `append` ...,
+    `close`. All calls but `append` and `wants_base` may be made from any one thread.
+    """
+
+    def __init__(self, store: Store, run: str, settings: Settings) -> None:
+        self.store = store
+        self.run = check_run(run)
+        self.settings = settings
+        self.part = part_name(0)
+        self.rank = rank_name(0)
+        self._catalog: Catalog = read_catalog(store.tiers, run)
+        self._term: Term | None = None
+        self._restored: Restored | None = None
+        self._writer: Writer | None = None
+        self._upkeep: Upkeep | None = None
+        self._step = -1
+
+    @classmethod
+    def open(
+        cls, store_url: str, run: str, *, cache: str | os.PathLike[str] | None = None,
+        settings: Settings | None = None,
+    ) -> RunSession:  # fmt: skip
+        """Open a store for writing a run, making it if absent; see `store.open_store`."""
+        arm_failpoints()
+        check_run(run)
+        settings = settings or Settings()
+        store = open_store(store_url, cache=cache, write=True, lmdb_bytes=settings.lmdb_bytes)
+        try:
+            return cls(store, run, settings)
+        except BaseException:
+            store.close()
+            raise
+
+    @property
+    def has_history(self) -> bool:
+        """True if the run has a term with a manifest in any tier."""
+        return not self._catalog.empty
+
+    @property
+    def started(self) -> bool:
+        """True after `start`."""
+        return self._writer is not None
+
+    def restore(
+        self, *, resume: str | None = None, step: int | None = None, term: str = ""
+    ) -> Restored | None:
+        """Claim a term, then plan, fetch, verify and fold into staging.
+
+        Returns None on a run without history (raises `RestoreError` under ``must``) or under
+        ``never``. ``step`` asks for that very step, ``term`` for another branch's.
+        """
+        resume = resume or self.settings.resume
+        if self._term is not None:
+            raise OrderError("this session has already restored", run=self.run)
+        if resume == "must" and not self.has_history:
+            raise RestoreError(
+                "resume='must', and the run has no history", run=self.run,
+                path=self.store.url, hint="check the store's URL and the run's name",
+            )  # fmt: skip
+        seen = [manifest.term for manifest in self._catalog.manifests.values()]
+        self._term = claim_term(self.store.far, self.run, seen)
+        self._catalog = read_catalog(self.store.tiers, self.run)
+        if resume == "never" or not self.has_history:
+            if step is not None and resume != "never":
+                raise RestoreError("the run has no history", run=self.run, step=step)
+            return None
+        self._restored = restore_state(
+            self.store.tiers, self.run, step=step, term=term, catalog=self._catalog
+        )
+        return self._restored
+
+    def start(
+        self, layout: Layout, *, start_step: int,
+        base: Callable[[Link], Record], extra: Callable[[Link], Record],
+    ) -> None:  # fmt: skip
+        """Write the manifest and start the background threads; after loading, before training.
+
+        On a fresh run, and where ``layout`` is not the restored one, the captured base that
+        ``base(link)`` makes of the live tensors and the extra of ``extra(link)`` go with it,
+        synced. A session that has not restored must be of a run without history (or
+        ``resume="never"``).
+        """
+        if self._writer is not None:
+            raise OrderError("this session has already started", run=self.run)
+        if self._term is None:
+            if self.has_history and self.settings.resume != "never":
+                raise OrderError(
+                    "the run has history, and restore() was not called", run=self.run,
+                    hint="call restore() first, or attach with resume='never'",
+                )  # fmt: skip
+            self.restore()
+        assert self._term is not None
+        sealed_layout = layout.seal(self.run)
+        manifest = self._manifest(sealed_layout.id, start_step).seal(writer_info())
+        link = Link(
+            run=self.run, term=str(self._term), part=self.part, rank=self.rank,
+            parent=manifest.id, manifest=manifest.id, layout=sealed_layout.id,
+        )  # fmt: skip
+        step = manifest.head.step or 0
+        shared = [
+            RecordSource(str(layout_key(self.run, sealed_layout.id)), Record(sealed_layout, {})),
+            RecordSource(str(manifest_key(self.run, link.term, step)), Record(manifest, {})),
+        ]
+        tail, first = self._first_base(link, step, sealed_layout.id, base, extra)
+        near, far = self.store.near, self.store.far
+        near.put([*shared, *first])
+        near.sync()
+        backlog = [source.key for source in first]
+        if near is not far:
+            far.put(shared)
+            far.sync()
+            backlog += self._inherited_backlog()
+        for source in first:
+            sealed = source.record.sealed
+            if sealed.head.kind == "base":
+                tail.add(make_ref(parse_key(source.key), sealed, (near.traits.name,)))
+        self._run_threads(link, layout, tail, backlog)
+        self._step = step
+
+    def _manifest(self, layout_id: str, start_step: int) -> Manifest:
+        restored = self._restored
+        parts = (PartEntry(name=self.part, layout=layout_id),)
+        settings = {"base_every": self.settings.base_every, "policy": self.settings.policy}
+        if restored is None:
+            return Manifest(
+                run=self.run, term=str(self._term), step=start_step, parts=parts,
+                ranks=(self.rank,), settings=settings,
+            )  # fmt: skip
+        return Manifest(
+            run=self.run, term=str(self._term), step=restored.step, parts=parts,
+            ranks=(self.rank,), parent_term=restored.plan.term, fork_step=restored.step,
+            tips={part.part: part.link for part in restored.plan.parts}, settings=settings,
+        )  # fmt: skip
+
+    def _first_base(
+        self, link: Link, step: int, layout_id: str,
+        base: Callable[[Link], Record], extra: Callable[[Link], Record],
+    ) -> tuple[Tail, list[RecordSource]]:  # fmt: skip
+        """What the next fold starts from, and the records to put first (none if inherited)."""
+        restored = self._restored
+        if restored is not None:
+            plan = next((p for p in restored.plan.parts if p.part == self.part), None)
+            if plan is not None and plan.layout == layout_id:
+                return Tail(base=plan.base, deltas=list(plan.deltas)), []
+        first = [
+            RecordSource(str(base_key(self.run, link.term, link.part, step)), base(link)),
+            RecordSource(str(extra_key(self.run, link.term, link.rank, step)), extra(link)),
+        ]
+        return Tail(), first
+
+    def _inherited_backlog(self) -> list[str]:
+        """Records of the line up to the fork that the far tier has not received yet."""
+        if self._restored is None:
+            return []
+        catalog = read_catalog(self.store.tiers, self.run)
+        line = tolerant_line(catalog)
+        far_manifests = set(self.store.far.list(f"{self.run}/"))
+        known = [
+            segment for segment in line
+            if any(key.startswith(f"{self.run}/{segment.term}/manifest/") for key in far_manifests)
+        ]  # fmt: skip
+        return missing_below(self.store.near, self.store.far, self.run, known)
+
+    def _run_threads(self, link: Link, layout: Layout, tail: Tail, backlog: list[str]) -> None:
+        assert self._term is not None
+        upkeep = Upkeep(
+            self.store, run=self.run, term=self._term, manifest=link.manifest, part=self.part,
+            layout=layout, settings=self.settings, tail=tail, backlog=backlog,
+            ask_for_base=lambda reason, first: writer.ask_for_base(reason, first),
+        )  # fmt: skip
+        writer = Writer(
+            self.store.near, link, window=self.settings.window,
+            stall_timeout_s=self.settings.stall_timeout_s, on_stored=upkeep.stored,
+        )  # fmt: skip
+        self._upkeep, self._writer = upkeep, writer
+
+    def _running(self) -> tuple[Writer, Upkeep]:
+        if self._writer is None or self._upkeep is None:
+            raise OrderError("the session has not started", run=self.run)
+        return self._writer, self._upkeep
+
+    def append(self, boundary: Boundary) -> None:
+        """Hand a closed boundary over; see `writer.Writer.append`."""
+        writer, _ = self._running()
+        self._step = boundary.step
+        writer.append(boundary)
+
+    def wants_base(self) -> dict[str, object] | None:
+        """Not None: the next boundary must come with a captured base that has this gap."""
+        return self._running()[0].wants_base()
+
+    def check(self) -> None:
+        """Raise `TermError` if a newer term owns the run; if strict, the last error of saving."""
+        writer, upkeep = self._running()
+        if upkeep.fenced is not None:
+            raise upkeep.fenced
+        if self.settings.strict:
+            error = writer.error or upkeep.error
+            if error is not None:
+                raise error
+
+    def flush(self, timeout_s: float | None = None, *, far: bool = True) -> None:
+        """Wait until all handed over is synced in the near tier and, if ``far``, drained.
+
+        Raises what keeps it from happening, or `TierError` when the time runs out.
+        """
+        writer, upkeep = self._running()
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        if not writer.wait_stored(timeout_s):
+            raise TierError("flush: the near tier did not answer in time", run=self.run)
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        if far and not upkeep.flush(left):
+            raise upkeep.error or TierError("flush: not drained in time", run=self.run)
+        if upkeep.fenced is not None:
+            raise upkeep.fenced
+
+    def status(self) -> Status:
+        """Where the session stands."""
+        writer, upkeep = self._running()
+        progress = dataclasses.replace(upkeep.progress)
+        error = writer.error if writer.gap else upkeep.error
+        return Status(
+            run=self.run, term=str(self._term), step=self._step, stored=progress.stored,
+            drained=progress.drained, base=progress.base, in_flight=writer.in_flight,
+            exposed=writer.exposed or writer.gap is not None,
+            gap=str(writer.gap["reason"]) if writer.gap else "",
+            last_error=str(error) if error else "", bytes_stored=writer.bytes_put,
+            bytes_bases=progress.bytes_bases, bytes_drained=progress.bytes_drained,
+            compactions=progress.compactions, background_cpu_s=writer.cpu_s + progress.cpu_s,
+            near=self.store.near.traits.name, far=self.store.far.traits.name,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Stop the threads and close the tiers; what is in flight is stored first."""
+        clean = True
+        if self._writer is not None:
+            clean = self._writer.close(CLOSE_S)
+        if self._upkeep is not None:
+            clean = self._upkeep.close(CLOSE_S) and clean
+        if clean:
+            self.store.close()
+        else:
+            log.warning("a background thread of run %s did not stop in time", self.run)
+        self._writer = self._upkeep = None
+
+    @property
+    def restored_refs(self) -> tuple[RecordRef, ...]:
+        """Records the restored state was folded from (empty on a fresh run)."""
+        if self._restored is None:
+            return ()
+        return tuple(ref for part in self._restored.plan.parts for ref in (part.base, *part.deltas))
+
+
+def open_for_reading(url: str, cache: str | os.PathLike[str] | None = None) -> Store:
+    """Open a store read-only; claims nothing."""
+    try:
+        return open_store(url, cache=cache)
+    except AdaCheckError as error:
+        raise error.at(path=url) from error.__cause__

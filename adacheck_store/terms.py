@@ -1,0 +1,102 @@
+"""Terms and the run's log: claims by conditional create, fencing, floors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from adacheck_store.format.errors import ForkError, RecordNotFoundError, TierError
+from adacheck_store.format.keys import Term, log_key, new_term, parse_key
+from adacheck_store.format.manifest import Claim, Floor, decode_log
+from adacheck_store.format.record import Record
+from adacheck_store.tiers.base import RecordSource, Tier
+
+from .config import writer_info
+
+MAX_ATTEMPTS = 64
+"""Log entries tried by one claim or floor before giving up: each loss means another writer won."""
+
+
+def read_log(tier: Tier, run: str) -> list[Claim | Floor]:
+    """The run's log in a tier, oldest first. An entry that cannot be read is an error."""
+    entries: list[Claim | Floor] = []
+    for text in tier.list(f"{run}/log/"):
+        try:
+            entries.append(decode_log(tier.head(text).head))
+        except RecordNotFoundError:
+            continue  # a superseded floor, deleted since it was listed
+    return entries
+
+
+def _last_index(tier: Tier, run: str) -> int:
+    """Index of the newest log entry, 0 if there is none."""
+    return max((parse_key(text).step for text in tier.list(f"{run}/log/")), default=0)
+
+
+def _append(tier: Tier, run: str, make: object) -> Claim | Floor:
+    """Put an entry at the next free index; a taken one is passed over."""
+    assert callable(make)
+    for _ in range(MAX_ATTEMPTS):
+        index = _last_index(tier, run) + 1
+        entry: Claim | Floor = make(index)
+        key = str(log_key(run, index))
+        try:
+            tier.put([RecordSource(key, Record(entry.seal(writer_info()), {}))])
+        except ForkError:
+            continue  # somebody was faster
+        tier.sync()
+        if _last_index(tier, run) == index:
+            return entry
+        # Entries beyond ours exist: our listing was stale (ours took the place of a superseded
+        # floor), so what we derived from it is too. It has had no effect; take it back.
+        tier.delete([key])
+    raise TierError(
+        f"no free log entry after {MAX_ATTEMPTS} attempts", run=run, tier=tier.traits.name,
+        hint="many writers claim this run at once: stop all but one",
+    )  # fmt: skip
+
+
+def claim_term(tier: Tier, run: str, seen: Iterable[str] = ()) -> Term:
+    """Open a new term by conditional create in the run's log; returns it.
+
+    Its number is one more than any claimed in the log or named in ``seen`` (terms that other
+    tiers hold, should the log have lost some).
+    """
+    known = [Term.parse(text).number for text in seen]
+
+    def make(index: int) -> Claim:
+        claimed = [Term.parse(e.term).number for e in read_log(tier, run) if isinstance(e, Claim)]
+        return Claim(run=run, term=str(new_term(max([0, *claimed, *known]) + 1)), index=index)
+
+    return Term.parse(_append(tier, run, make).term)
+
+
+def put_floor(
+    tier: Tier, run: str, *, term: str, terms: tuple[str, ...], step: int, kept: tuple[int, ...]
+) -> Floor:
+    """Write a floor for a tier into that tier's log, synced; older floors it covers go."""
+    name = tier.traits.name
+
+    def make(index: int) -> Floor:
+        return Floor(run=run, term=term, index=index, tier=name, terms=terms, step=step, kept=kept)
+
+    floor = _append(tier, run, make)
+    assert isinstance(floor, Floor)
+    covered = [
+        str(log_key(run, old.index))
+        for old in read_log(tier, run)
+        if isinstance(old, Floor) and old.index < floor.index
+        and set(old.terms) <= set(terms) and old.step <= step and set(old.kept) <= set(kept)
+    ]  # fmt: skip
+    tier.delete(covered)
+    return floor
+
+
+def fenced_by(tier: Tier, run: str, term: Term) -> Term | None:
+    """A newer term that has both a claim and a manifest in the log's tier, or None."""
+    for entry in reversed(read_log(tier, run)):
+        if isinstance(entry, Claim):
+            other = Term.parse(entry.term)
+            newer = other.number > term.number
+            if newer and any(tier.list(f"{run}/{entry.term}/manifest/")):
+                return other
+    return None
