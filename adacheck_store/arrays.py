@@ -50,7 +50,8 @@ def byte_tensor(tensor: torch.Tensor) -> torch.Tensor:
 def byte_view(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor as a flat memoryview, sharing its memory."""
     flat = byte_tensor(tensor.detach())
-    return memoryview(flat.numpy()).cast("B") if flat.numel() else memoryview(b"")
+    array: Any = flat.numpy()
+    return memoryview(array).cast("B") if flat.numel() else memoryview(b"")
 
 
 def from_bytes(data: bytes | bytearray | memoryview, dtype: str) -> torch.Tensor:

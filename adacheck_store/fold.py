@@ -33,7 +33,7 @@ from .fetch import ArrayReader
 from .fingerprint import block_sum
 from .optimizers import arithmetic_digest, spec_named
 
-WINDOW_BYTES = 1 << 20
+WINDOW_BYTES = 4 << 20
 """Bytes of the narrowest role in a window: whole blocks of every role."""
 
 

@@ -97,12 +97,14 @@ def group_values(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def raw_step(spec: OptimizerSpec) -> Callable[[torch.optim.Optimizer], Any]:
     """The class's ``step`` without hooks: folding must not fire a user's global hooks."""
-    return inspect.unwrap(spec.cls.step)
+    step: Callable[[torch.optim.Optimizer], Any] = inspect.unwrap(spec.cls.step)
+    return step
 
 
 def make_optimizer(spec: OptimizerSpec) -> torch.optim.Optimizer:
     """An optimizer of the class over a dummy; groups and state are set by the caller."""
-    return spec.cls([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
+    make: Callable[..., torch.optim.Optimizer] = spec.cls
+    return make([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
 
 
 def arithmetic_digest(name: str, groups: Groups, dtypes: Sequence[str], device: str = "cpu") -> str:

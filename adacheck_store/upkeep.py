@@ -17,6 +17,7 @@ from adacheck_store.format.errors import (
 )
 from adacheck_store.format.keys import Key, Term, parse_key
 from adacheck_store.format.layout import Layout
+from adacheck_store.format.manifest import Floor
 from adacheck_store.tiers.base import Tier
 
 from .catalog import RecordRef, make_ref
@@ -325,7 +326,8 @@ class Upkeep:
             tier, self._run_name, term=str(self._term), terms=choice.terms, step=choice.step,
             kept=(),
         )  # fmt: skip
-        floors = [entry for entry in read_log(tier, self._run_name) if hasattr(entry, "kept")]
+        entries = read_log(tier, self._run_name)
+        floors = [entry for entry in entries if isinstance(entry, Floor)]
         doomed = below(tier.list(f"{self._run_name}/"), floors)
         grace = self._settings.grace_s if tier.traits.shared or tier.traits.log else 0.0
         if tier is self._store.near:
