@@ -21,6 +21,8 @@ from adacheck_store.format.bodies import (
     SectionState,
     decode_base,
     decode_delta,
+    grad_array,
+    set_array,
 )
 from adacheck_store.format.dtypes import item_bytes
 from adacheck_store.format.errors import MalformedError, ReplayMismatchError
@@ -254,7 +256,7 @@ class Fold:
             at = end
 
     def _decode_run(self, delta: Delta, number: int, grad: Grad, pieces: Sequence[Piece]) -> None:
-        name = f"u{number}/{grad.section}/grad.{grad.encoding}"
+        name = grad_array(number, grad.section, grad.encoding)
         begin = grad.offset + pieces[0].start
         target = pieces[0].grad
         if len(pieces) > 1:
@@ -278,7 +280,7 @@ class Fold:
             if low < high:
                 begin = entry.offset + low - item.offset
                 delta.reader.read_into(
-                    f"set/{section.name}/{entry.role}", begin,
+                    set_array(section.name, entry.role), begin,
                     views[entry.role][low - start : high - start],
                 )  # fmt: skip
 

@@ -15,6 +15,7 @@ from adacheck_store.format.bodies import (
     Grad,
     SectionState,
     Update,
+    grad_array,
 )
 from adacheck_store.format.head import ArrayInfo, Head, SealedHead
 from adacheck_store.format.ids import block_digests, iter_blocks
@@ -137,7 +138,7 @@ class Toy:
             boundary=self.boundary_groups(), arithmetic=(digest,),
             fingerprints=self.fingerprints(twist),
         )  # fmt: skip
-        arrays = {"u0/s0/grad.bf16": flat} if grads else {}
+        arrays = {grad_array(0, "s0", "bf16"): flat} if grads else {}
         return self._seal("delta", link, body, arrays, self.step, link.parent)
 
     def fingerprints(self, twist: int = 0):
