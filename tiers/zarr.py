@@ -1,0 +1,275 @@
+"""The zarr tier keeps records as zarr v3 groups over an object store.
+
+A base, layout, manifest or log entry is a group at the record's key; deltas and extras lie in
+packs (`zarr_packs`). A group's ``zarr.json`` holds the three strings of the record and is written
+last. Plain zarr opens any base: arrays are raw unsigned integers, the true dtype among the
+attributes.
+"""
+
+from __future__ import annotations
+
+import heapq
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, suppress
+from itertools import groupby
+
+from adacheck_store.format.errors import (
+    AdaCheckError,
+    ForkError,
+    FormatError,
+    OrderError,
+    RecordNotFoundError,
+    TruncatedError,
+)
+from adacheck_store.format.head import SealedHead
+from adacheck_store.format.keys import Key, is_key, parse_key
+from adacheck_store.format.record import array_offsets
+
+from .base import Source, Tier, TierTraits
+from .blocks import check_range, span
+from .intake import Links, check_place, check_sources, placed
+from .objects import Objects, open_marked
+from .zarr_chunks import read_span
+from .zarr_meta import DOCUMENT, GroupHead
+from .zarr_packs import Pack, PackShelf, expand, place_of
+from .zarr_writer import Arrival, plan, take_group, take_pack
+
+__all__ = ["ZarrTier", "open_marked"]
+
+_TAIL = f"/{DOCUMENT}"
+_CACHE_GROUPS = 32
+
+
+class ZarrTier(Tier):
+    """Records as zarr groups in an object store; any number of processes may use it at once.
+
+    An object store has no transactions: the documents of one put appear one after another, in
+    the order layouts, manifests, bases, packs, log entries, of which every beginning is sound.
+    A put that fails before its first document leaves nothing. The records of one pack appear
+    together. A pack is deleted when every one of its steps is named in one `delete`, and else
+    left whole.
+    """
+
+    def __init__(self, objects: Objects, name: str = "zarr", *, listing_s: float = 1.0) -> None:
+        self.traits = TierTraits(name=name, durable=True, log=True, packs=True)
+        self.path = objects.path
+        self._objects = objects
+        self._shelf = PackShelf(objects, listing_s)
+        self._links = Links(self)
+        self._lock = threading.Lock()
+        self._groups: OrderedDict[str, GroupHead] = OrderedDict()
+        self._closed = False
+
+    # -- writing --
+
+    def put(self, sources: Sequence[Source]) -> None:
+        """Store records; see `Tier.put` and the class."""
+        with self._placed():
+            own, runs = plan(sources, check_sources(sources))
+            begun: list[Key] = []
+            arrivals: list[Arrival] = []
+            try:
+                for source in own:
+                    with placed(key=source.key):
+                        arrivals.append(take_group(self._objects, source, begun))
+                for run in runs:
+                    arrivals.append(take_pack(self._objects, self._shelf, run, begun))
+                self._links.check(head for arrival in arrivals for head in arrival.heads)
+                if any(arrival.has_chunks for arrival in arrivals):
+                    self._objects.sync()
+            except BaseException:
+                self._withdraw(begun)
+                raise
+            arrivals.sort(key=lambda arrival: (arrival.rank, str(arrival.key)))
+            self._publish(arrivals, begun)
+
+    def _publish(self, arrivals: list[Arrival], begun: list[Key]) -> None:
+        try:
+            for arrival in arrivals:
+                with placed(key=str(arrival.key)):
+                    self._write_document(arrival)
+                if arrival.key in begun:
+                    begun.remove(arrival.key)
+        except BaseException:
+            self._withdraw(begun)
+            raise
+        finally:
+            for arrival in arrivals:
+                if arrival.key.kind == "pack":
+                    self._shelf.forget(place_of(arrival.key))
+                self._forget_group(str(arrival.key))
+
+    def _write_document(self, arrival: Arrival) -> None:
+        if arrival.stands:
+            return
+        name = f"{arrival.key}{_TAIL}"
+        if self._objects.put(name, [arrival.document], if_absent=not arrival.replaces):
+            return
+        # Another writer was faster: with the same record, or this is a fork.
+        held = GroupHead.parse(self._objects.get(name)).sealed
+        if held.id != arrival.heads[0].id:
+            raise ForkError(
+                f"another record is there, {held.id[:16]}..., not {arrival.heads[0].id[:16]}",
+                hint="read it, and use the next key",
+            ).at(**held.head.place())
+
+    def _withdraw(self, begun: list[Key]) -> None:
+        """Delete the chunks of groups whose document was not written."""
+        for key in begun:
+            with suppress(AdaCheckError):
+                if key.kind in ("base", "pack"):
+                    self._objects.delete(tuple(self._objects.list(f"{key}/")))
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Delete records, heads first; a pack only when all its steps are named."""
+        with self._placed():
+            parsed = [parse_key(key) for key in keys if is_key(key)]
+            stepped = [key for key in parsed if key.kind in ("delta", "extra")]
+            whole = [key for key in parsed if key.kind not in ("delta", "extra", "pack")]
+            for place, named in groupby(sorted(stepped, key=place_of), key=place_of):
+                steps = {key.step for key in named}
+                whole += [
+                    pack
+                    for pack in self._shelf.listing(place, fresh=True).packs
+                    if steps.issuperset(range(pack.step, pack.last + 1))
+                ]
+                self._shelf.forget(place)
+            self._objects.delete(f"{key}{_TAIL}" for key in whole)
+            for key in whole:
+                self._objects.delete(tuple(self._objects.list(f"{key}/")))
+                self._shelf.drop(key)
+                self._forget_group(str(key))
+            self._links.forget()
+
+    def sync(self) -> None:
+        """Return when all that was put is durable."""
+        with self._placed():
+            self._objects.sync()
+
+    # -- reading --
+
+    def head(self, key: str) -> SealedHead:
+        """The verified head of a record; `ForkError` if packs hold the step under two ids."""
+        with self._placed(key):
+            parsed = _record_key(key)
+            if parsed.kind in ("delta", "extra"):
+                return self._shelf.find(parsed)[0].head(parsed.step)
+            return self._group(parsed, cached=False).sealed
+
+    def read(self, key: str, array: str, first: int, count: int) -> bytes:
+        """Bytes of a run of blocks, not verified."""
+        with self._placed(key):
+            parsed = _record_key(key)
+            if parsed.kind in ("delta", "extra"):
+                return self._read_packed(parsed, array, first, count)
+            group = self._group(parsed, cached=True)
+            info = check_range(group.sealed, array, first, count)
+            start, stop = span(info, first, count)
+            name = f"{key}/{array}"
+            return read_span(self._objects, name, group.chunks[array], start, stop)
+
+    def _read_packed(self, key: Key, array: str, first: int, count: int) -> bytes:
+        trouble: RecordNotFoundError | TruncatedError | None = None
+        for pack in self._shelf.find(key):
+            sealed = pack.head(key.step)
+            start, stop = span(check_range(sealed, array, first, count), first, count)
+            at = pack.records[key.step].offset + array_offsets(sealed)[array]
+            try:
+                return read_span(self._objects, pack.array, pack.chunk, at + start, at + stop)
+            except (RecordNotFoundError, TruncatedError) as exc:
+                trouble = trouble or exc
+                self._shelf.drop(pack.key)
+        raise trouble or RecordNotFoundError("no such record")
+
+    def _group(self, key: Key, *, cached: bool) -> GroupHead:
+        name = str(key)
+        with self._lock:
+            group = self._groups.get(name) if cached else None
+        if group is None:
+            group = GroupHead.parse(self._objects.get(f"{name}{_TAIL}"))
+            check_place(key, group.sealed)
+            with self._lock:
+                self._groups[name] = group
+                while len(self._groups) > _CACHE_GROUPS:
+                    self._groups.popitem(last=False)
+        return group
+
+    def _forget_group(self, key: str) -> None:
+        with self._lock:
+            self._groups.pop(key, None)
+
+    def list(self, prefix: str) -> Iterator[str]:
+        """Keys that begin with a prefix, sorted; those in packs by the packs' names alone."""
+        with self._placed():
+            below = _below(prefix)
+            groups = (
+                parse_key(name[: -len(_TAIL)])
+                for name in self._objects.list(below)
+                if name.endswith(_TAIL) and is_key(name[: -len(_TAIL)])
+            )
+            for packs, keys in groupby(groups, key=_pack_place):
+                found = list(keys)
+                names = expand(found) if packs else map(str, found)
+                yield from (name for name in names if name.startswith(prefix))
+
+    def forks(self, prefix: str) -> Iterator[tuple[str, frozenset[str]]]:
+        """Records that packs hold under several ids, with these; for fsck."""
+        with self._placed():
+            places = {place_of(key) for key in map(parse_key, self.list(prefix)) if _stepped(key)}
+            for place in sorted(places):
+                yield from self._forks_of(place)
+
+    def _forks_of(self, place: str) -> Iterator[tuple[str, frozenset[str]]]:
+        packs = self._shelf.listing(place, fresh=True).packs
+        for name, several in groupby(heapq.merge(*(expand([pack]) for pack in packs))):
+            if sum(1 for _ in several) > 1:
+                ids = self._shelf.ids(parse_key(name))
+                if len(ids) > 1:
+                    yield name, frozenset(ids)
+
+    def packs(self, prefix: str) -> Iterator[Pack]:
+        """Documents of the packs below a prefix that verify; for fsck and statistics."""
+        with self._placed():
+            for name in self._objects.list(prefix):
+                key = name[: -len(_TAIL)]
+                if name.endswith(_TAIL) and is_key(key) and parse_key(key).kind == "pack":
+                    try:
+                        yield self._shelf.load(parse_key(key))
+                    except (FormatError, RecordNotFoundError):
+                        continue
+
+    def close(self) -> None:
+        """Forget everything; idempotent."""
+        self._closed = True
+        self._groups.clear()
+
+    def _placed(self, key: str = "") -> AbstractContextManager[None]:
+        if self._closed:
+            raise OrderError("the tier is closed", tier=self.traits.name)
+        return placed(tier=self.traits.name, key=key, path=self.path)
+
+
+def _record_key(text: str) -> Key:
+    """Parse a record's key; what is none names no record."""
+    if not is_key(text) or (key := parse_key(text)).kind == "pack":
+        raise RecordNotFoundError("no such record")
+    return key
+
+
+def _stepped(key: Key) -> bool:
+    return key.kind in ("delta", "extra")
+
+
+def _pack_place(key: Key) -> str:
+    """The place of a pack; empty for any other key."""
+    return place_of(key) if key.kind == "pack" else ""
+
+
+def _below(prefix: str) -> str:
+    """The prefix of objects under which the records of a prefix of keys lie."""
+    for kind in ("delta/", "extra/"):
+        if prefix.endswith("/" + kind):
+            return f"{prefix[: -len(kind)]}pack/"
+    return prefix

@@ -1,0 +1,88 @@
+"""Reading and writing the bytes of one zarr array, chunk object by chunk object."""
+
+from __future__ import annotations
+
+from adacheck_store.format.errors import RecordNotFoundError, TruncatedError
+from adacheck_store.format.ids import Buffer
+
+from .objects import Objects
+
+
+def chunk_name(array: str, index: int) -> str:
+    """Name of a chunk's object."""
+    return f"{array}/c/{index}"
+
+
+def read_span(objects: Objects, array: str, chunk: int, start: int, stop: int) -> bytes:
+    """Bytes start..stop of an array whose chunks hold ``chunk`` bytes.
+
+    A missing chunk is `RecordNotFoundError`, never zeros; a short one `TruncatedError`.
+    """
+    pieces = []
+    while start < stop:
+        index, at = divmod(start, chunk)
+        wanted = min(stop - start, chunk - at)
+        name = chunk_name(array, index)
+        try:
+            piece = objects.get(name, at, wanted)
+        except RecordNotFoundError as exc:
+            raise RecordNotFoundError(f"chunk {index} of {array} is missing") from exc
+        if len(piece) != wanted:
+            raise TruncatedError(f"chunk {index} of {array} ends after {at + len(piece)} bytes")
+        pieces.append(piece)
+        start += wanted
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+class ChunkWriter:
+    """Cuts the bytes of one array into chunk objects.
+
+    ``chunk`` is the length of a chunk. ``nbytes``, where known, lets an array of one chunk be
+    written at its own length; where it is not, the caller's `end` decides. With ``repair`` only
+    chunks that differ from what stands there are written.
+    """
+
+    def __init__(self, objects: Objects, array: str, chunk: int, *, repair: bool = False) -> None:
+        self._objects = objects
+        self._array = array
+        self._repair = repair
+        self._buffer = bytearray(chunk)
+        self._filled = 0
+        self._index = 0
+        self.chunk = chunk
+        self.nbytes = 0
+
+    def add(self, data: memoryview) -> None:
+        """Append bytes, which may be reused afterwards."""
+        while data.nbytes:
+            if self._filled == self.chunk:
+                self._write(self.chunk)
+            size = min(self.chunk - self._filled, data.nbytes)
+            self._buffer[self._filled : self._filled + size] = data[:size]
+            self._filled += size
+            self.nbytes += size
+            data = data[size:]
+
+    def end(self) -> int:
+        """Write what is left; returns the length of a chunk."""
+        if self._index == 0:
+            self.chunk = self._filled
+        else:
+            self._buffer[self._filled :] = bytes(len(self._buffer) - self._filled)
+        if self._filled:
+            self._write(self.chunk)
+        return self.chunk
+
+    def _write(self, size: int) -> None:
+        name = chunk_name(self._array, self._index)
+        data: Buffer = memoryview(self._buffer)[:size]
+        if not (self._repair and self._stands(name, data)):
+            self._objects.put(name, [data])
+        self._index += 1
+        self._filled = 0
+
+    def _stands(self, name: str, data: Buffer) -> bool:
+        try:
+            return self._objects.get(name) == data
+        except RecordNotFoundError:
+            return False

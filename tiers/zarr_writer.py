@@ -1,0 +1,193 @@
+"""How the zarr tier writes: chunks first, then documents, the record's own group last."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from adacheck_store.format.errors import FormatError, RecordNotFoundError
+from adacheck_store.format.head import SealedHead
+from adacheck_store.format.ids import Buffer
+from adacheck_store.format.keys import Key, pack_key, parse_key
+
+from .base import RecordSource, Source
+from .intake import Intake, check_same, placed, sizes_of
+from .objects import Objects
+from .zarr_chunks import ChunkWriter
+from .zarr_meta import (
+    DOCUMENT,
+    STREAM_CHUNK_BYTES,
+    GroupHead,
+    array_document,
+    chunk_bytes,
+    group_document,
+)
+from .zarr_packs import DATA, MAX_RECORDS, Pack, PackShelf, pack_document, place_of
+
+_RANKS = {"layout": 0, "manifest": 1, "base": 2, "pack": 3, "log": 4}
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A group whose chunks are written and whose document is to follow.
+
+    ``stands`` says that its document is there and good; ``replaces`` that a damaged one is.
+    """
+
+    key: Key
+    heads: tuple[SealedHead, ...]
+    document: bytes
+    has_chunks: bool = False
+    stands: bool = False
+    replaces: bool = False
+
+    @property
+    def rank(self) -> int:
+        """Place in the order in which documents are written."""
+        return _RANKS[self.key.kind]
+
+
+def plan(sources: Sequence[Source], keys: Sequence[Key]) -> tuple[list[Source], list[list[Source]]]:
+    """Part sources into those with a group of their own, and runs of consecutive steps."""
+    own = [s for s, key in zip(sources, keys, strict=True) if key.kind not in ("delta", "extra")]
+    stepped = [(k, s) for s, k in zip(sources, keys, strict=True) if k.kind in ("delta", "extra")]
+    stepped.sort(key=lambda pair: (place_of(pair[0]), pair[0].step))
+    runs: list[list[Source]] = []
+    last: Key | None = None
+    for key, source in stepped:
+        follows = last is not None and (place_of(key), key.step) == (place_of(last), last.step + 1)
+        if not follows or len(runs[-1]) == MAX_RECORDS:
+            runs.append([])
+        runs[-1].append(source)
+        last = key
+    return own, runs
+
+
+def take_group(objects: Objects, source: Source, begun: list[Key]) -> Arrival:
+    """Write the arrays of a record that has a group of its own."""
+    key = parse_key(source.key)
+    held, damaged = _held(objects, source)
+    intake = Intake(source, held.sealed if held else None)
+    if held is None and not damaged:
+        begun.append(key)
+    sizes = held.sealed.head.arrays if held else ()
+    known = {info.name: info.nbytes for info in sizes} or sizes_of(source) or {}
+    writers: dict[str, ChunkWriter] = {}
+    for block in intake.blocks():
+        writer = writers.get(block.array)
+        if writer is None:
+            chunk = STREAM_CHUNK_BYTES
+            if held is not None:
+                chunk = held.chunks[block.array]
+            elif block.array in known:
+                chunk = chunk_bytes(known[block.array])
+            name = f"{key}/{block.array}"
+            writer = ChunkWriter(objects, name, max(1, chunk), repair=held is not None)
+            writers[block.array] = writer
+        writer.add(block.data)
+    ends = {name: writer.end() for name, writer in writers.items()}
+    sealed = intake.seal()
+    group = GroupHead(sealed, {info.name: ends.get(info.name, 0) for info in sealed.head.arrays})
+    _write_documents(objects, key, group)
+    return Arrival(
+        key, (sealed,), group.document(), has_chunks=bool(sealed.head.arrays),
+        stands=held is not None, replaces=damaged,
+    )  # fmt: skip
+
+
+def _held(objects: Objects, source: Source) -> tuple[GroupHead | None, bool]:
+    """The record that stands under a source's key, or whether a damaged document does."""
+    try:
+        held = GroupHead.parse(objects.get(f"{source.key}/{DOCUMENT}"))
+    except RecordNotFoundError:
+        return None, False
+    except FormatError:
+        # What a damaged log entry said cannot be known, so it is never written over.
+        if parse_key(source.key).kind == "log":
+            raise
+        return None, True
+    check_same(source, held.sealed)
+    return held, False
+
+
+def _write_documents(objects: Objects, key: Key, group: GroupHead) -> None:
+    """Write the documents of a record's arrays, and of the groups above them."""
+    for info in group.sealed.head.arrays:
+        parts = info.name.split("/")
+        for depth in range(1, len(parts)):
+            name = "/".join(parts[:depth])
+            _put_if_differs(objects, f"{key}/{name}/{DOCUMENT}", group_document({}))
+        text = array_document(info.dtype, info.nbytes, group.chunks[info.name])
+        _put_if_differs(objects, f"{key}/{info.name}/{DOCUMENT}", text)
+
+
+def _put_if_differs(objects: Objects, name: str, data: Buffer) -> None:
+    try:
+        if objects.get(name) == data:
+            return
+    except RecordNotFoundError:
+        pass
+    objects.put(name, [data])
+
+
+def take_pack(
+    objects: Objects, shelf: PackShelf, sources: list[Source], begun: list[Key]
+) -> Arrival:
+    """Write the arrays of consecutive steps one after another into one pack.
+
+    Where a pack of the same records stands, its chunks are repaired instead.
+    """
+    first, last = parse_key(sources[0].key), parse_key(sources[-1].key)
+    held = _same_pack(shelf, sources, first, last)
+    key = held.key if held else pack_key(first.run, first.term, first.part, first.step, last.step)
+    if held is None:
+        begun.append(key)
+    sizes = [sizes_of(source) for source in sources]
+    chunk = STREAM_CHUNK_BYTES
+    if held is not None:
+        chunk = max(1, held.chunk)
+    elif all(size is not None for size in sizes):
+        chunk = max(1, chunk_bytes(sum(sum((size or {}).values()) for size in sizes)))
+    writer = ChunkWriter(objects, f"{key}/{DATA}", chunk, repair=held is not None)
+    records = []
+    for source in sources:
+        with placed(key=source.key):
+            step = parse_key(source.key).step
+            offset = writer.nbytes
+            sealed = _take_packed(writer, source, held.head(step) if held else None)
+            records.append((source.key, sealed, offset))
+    chunk = writer.end()
+    _put_if_differs(objects, f"{key}/{DATA}/{DOCUMENT}", array_document("U8", writer.nbytes, chunk))
+    heads = tuple(sealed for _, sealed, _ in records)
+    document = pack_document(writer.nbytes, chunk, records)
+    return Arrival(key, heads, document, has_chunks=writer.nbytes > 0, stands=held is not None)
+
+
+def _take_packed(writer: ChunkWriter, source: Source, known: SealedHead | None) -> SealedHead:
+    """Append a record's arrays in the head's order; until that is known they wait in memory."""
+    intake = Intake(source, known)
+    arrays: dict[str, list[Buffer]] = {}
+    for block in intake.blocks():
+        # The blocks of a record in memory stay; any other source may reuse a block's buffer.
+        kept: Buffer = block.data if isinstance(source, RecordSource) else bytes(block.data)
+        arrays.setdefault(block.array, []).append(kept)
+    sealed = intake.seal()
+    for info in sealed.head.arrays:
+        for data in arrays.get(info.name, ()):
+            writer.add(memoryview(data))
+    return sealed
+
+
+def _same_pack(shelf: PackShelf, sources: list[Source], first: Key, last: Key) -> Pack | None:
+    """A pack of exactly these records, if one stands."""
+    expected = {parse_key(s.key).step: s.expected_id for s in sources}
+    for key in shelf.listing(place_of(first)).packs:
+        if (key.step, key.last) != (first.step, last.step):
+            continue
+        try:
+            pack = shelf.load(key)
+            if all(pack.head(step).id == name for step, name in expected.items()):
+                return pack
+        except (FormatError, RecordNotFoundError):
+            continue
+    return None
