@@ -1,0 +1,113 @@
+"""Assembling boundaries: the buffers, watches and encoder of a begun run, and their hand-over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from adacheck_store.boundary import Link
+from adacheck_store.config import Settings
+from adacheck_store.format.errors import AdaCheckError
+from adacheck_store.format.record import Record
+
+from .blocks import BlockWatch
+from .capture import CapturedUpdate
+from .capture_base import boundary_groups, existing_arrays, fill_area, section_states
+from .encode import ClosedBoundary, Encoder
+from .layouts import Binding
+from .outside import OutsideWatch, SetCopy
+from .stager import HostBuffer, Stager, StateArea
+
+
+class StartBoundary(ClosedBoundary):
+    """The boundary a run begins with; its state is copied only if its base is asked for."""
+
+    def base_of(self, link: Link) -> Record:
+        """A captured base of the live state, which has not been trained on yet."""
+        if self.area is None:
+            self.area = self.encoder.new_area()
+        found = self.base(link)
+        assert found is not None
+        return found
+
+
+class Assembly:
+    """Everything that captures a begun run; training thread only, `release` excepted."""
+
+    def __init__(self, binding: Binding, settings: Settings) -> None:
+        self.binding = binding
+        self._settings = settings
+        self._blocks = BlockWatch(binding)
+        self.stager = Stager(
+            binding, policy=settings.policy, window=settings.window,
+            block_bytes=self._blocks.area_bytes, timeout_s=settings.stall_timeout_s,
+        )  # fmt: skip
+        self.watch = OutsideWatch(binding)
+        self.encoder = Encoder(binding, self._blocks, self._filled_area)
+
+    def _filled_area(self) -> StateArea:
+        area = self.stager.area()
+        fill_area(self.binding, area)
+        if self.stager.device:
+            torch.cuda.synchronize()
+        return area
+
+    def _release(self, buffer: HostBuffer | None, area: StateArea | None) -> None:
+        if buffer is not None:
+            self.stager.release(buffer)
+        if area is not None:
+            self.stager.release_area(area)
+
+    def start_boundary(self, step: int, extras: Mapping[str, Any]) -> StartBoundary:
+        """The boundary before the first update: everything as it stands is known from here on."""
+        buffer = self.stager.acquire()
+        copies = self.watch.stage(buffer)
+        buffer.landed(self.stager.device)
+        buffer.wait()
+        self.watch.rebase()
+        self.encoder.stored.rebase(copies)
+        groups = boundary_groups(self.binding)
+        self.encoder.arithmetic(groups[0])
+        return StartBoundary(
+            step=step, encoder=self.encoder, buffer=buffer, area=None, update=None, copies=copies,
+            groups=groups, arrays=existing_arrays(self.binding),
+            states=section_states(self.binding), extras=extras, on_release=self._release,
+            start=True,
+        )  # fmt: skip
+
+    def boundary(
+        self, step: int, buffer: HostBuffer, update: CapturedUpdate | None,
+        extras: Mapping[str, Any], gap: Mapping[str, Any] | None,
+    ) -> ClosedBoundary:  # fmt: skip
+        """Close a boundary: copy what the encoder will read, and read what is small."""
+        area = None
+        copies: list[SetCopy] = []
+        try:
+            whole = gap is not None or step % self._settings.base_every == 0
+            if whole:
+                area = self.stager.area()
+                fill_area(self.binding, area)
+            else:
+                self._blocks.stage(step, buffer)
+            copies = self.watch.stage(buffer)
+            buffer.landed(self.stager.device)
+            return ClosedBoundary(
+                step=step, encoder=self.encoder, buffer=buffer, area=area, update=update,
+                copies=copies, groups=boundary_groups(self.binding),
+                arrays=existing_arrays(self.binding),
+                states=section_states(self.binding) if gap is not None else {},
+                extras=extras, on_release=self._release, gap=gap,
+            )  # fmt: skip
+        except BaseException:
+            self._release(buffer, area)
+            raise
+
+    def failed(self, step: int, error: AdaCheckError | None) -> ClosedBoundary:
+        """A boundary whose update was not captured: the writer opens a gap for it."""
+        failure = error or AdaCheckError("an update was not captured")
+        return ClosedBoundary(
+            step=step, encoder=self.encoder, buffer=None, area=None, update=None, copies=[],
+            groups=(), arrays=[], states={}, extras={}, on_release=self._release, failure=failure,
+        )  # fmt: skip

@@ -1,0 +1,62 @@
+"""`attach`: put a training run under a checkpointer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from adacheck_store.config import Settings
+from adacheck_store.session import RunSession
+
+from .checkpointer import Checkpointer, RestoreReport
+from .layouts import bind, checked_spec
+from .names import Model
+
+__all__ = ["Checkpointer", "RestoreReport", "attach"]
+
+
+def attach(
+    model: Model,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    run: str,
+    store: str,
+    cache: str | os.PathLike[str] | None = None,
+    policy: str = "lossless",
+    k: int = 1,
+    window: int = 2,
+    base_every: int = 64,
+    object_lag: int = 64,
+    keep: int = 2,
+    start_step: int = 0,
+    resume: str = "auto",
+    strict: bool = False,
+    names: Mapping[str, torch.Tensor] | None = None,
+) -> Checkpointer:
+    """Keep a checkpoint of every step of a run in the store at a URL.
+
+    ``model`` is a module or a list of modules, ``optimizer`` its one optimizer. ``policy`` is
+    ``lossless``, or ``bf16``: gradients are rounded in place before the step, and training
+    consumes what is stored. ``window`` is how many steps may be in flight, ``base_every`` how
+    often a base is made by folding, ``object_lag`` how many steps the object tier may stay
+    behind, ``keep`` how many bases are kept. ``k``, the failure domains that memory survives,
+    has no effect without agents. ``resume`` is ``auto``, ``must`` (an error on a run without
+    history) or ``never``. ``strict`` raises an error of saving at the next boundary. ``names``
+    names tensors of the optimizer that are not in the model.
+
+    What is not supported is refused here, before the store is touched.
+    """
+    checked_spec(optimizer)
+    single = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer[0]
+    settings = Settings(
+        policy=policy, window=window, base_every=base_every, object_lag=object_lag,
+        keep_bases=keep, start_step=start_step, resume=resume, strict=strict,
+    )  # fmt: skip
+    bind(model, single, names)
+    session = RunSession.open(store, run, cache=cache, settings=settings)
+    try:
+        return Checkpointer(model, single, session, settings, names)
+    except BaseException:
+        session.close()
+        raise

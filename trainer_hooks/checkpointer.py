@@ -1,0 +1,305 @@
+"""The checkpointer: what a training loop holds; it turns updates into boundaries."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+
+from adacheck_store.boundary import Boundary, Link
+from adacheck_store.config import Settings
+from adacheck_store.format.errors import (
+    AdaCheckError,
+    OrderError,
+    TermError,
+    TierError,
+    UsageError,
+)
+from adacheck_store.format.keys import part_name, rank_name
+from adacheck_store.format.layout import Layout
+from adacheck_store.format.record import Record
+
+from .assemble import Assembly
+from .capture import Capture
+from .extras import freeze
+from .layouts import bind, checked_spec
+from .load import load
+from .loader import LoaderPosition
+from .names import Model
+from .rng import set_rng_state
+from .tracked import Tracked
+
+log = logging.getLogger(__name__)
+
+EXIT_FLUSH_S = 600.0
+"""Longest wait for the tiers when a ``with`` block is left."""
+
+
+class Session(Protocol):
+    """What a checkpointer needs of `adacheck_store.session.RunSession`."""
+
+    def restore(self, *, step: int | None = None) -> Any:
+        """Claim a term; the restored state, None on a fresh run."""
+        ...
+
+    def start(
+        self, layout: Layout, *, start_step: int,
+        base: Callable[[Link], Record], extra: Callable[[Link], Record],
+    ) -> None:  # fmt: skip
+        """Write the manifest, and a first base where the chain needs one."""
+        ...
+
+    def append(self, boundary: Boundary) -> None:
+        """Hand a boundary over."""
+        ...
+
+    def wants_base(self) -> Mapping[str, Any] | None:
+        """The gap that the next boundary should close."""
+        ...
+
+    def check(self) -> None:
+        """Raise what must stop this writer."""
+        ...
+
+    def flush(self, timeout_s: float | None = None, *, far: bool = True) -> None:
+        """Wait until everything is synced and, if ``far``, drained."""
+        ...
+
+    def status(self) -> Any:
+        """Where the writer stands."""
+        ...
+
+    def close(self) -> None:
+        """Stop."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoreReport:
+    """What `Checkpointer.restore` found.
+
+    ``step`` is the step the run goes on from (``start_step`` on a fresh run, where
+    ``certificate`` is None). ``lost`` counts newer steps that were seen and could not be proven,
+    for ``reasons``; ``tiers`` maps tiers to the bytes they gave.
+    """
+
+    step: int
+    certificate: Any = None
+    lost: int = 0
+    reasons: tuple[str, ...] = ()
+    tiers: Mapping[str, int] | None = None
+
+    @property
+    def fresh(self) -> bool:
+        """True where there was nothing to restore."""
+        return self.certificate is None
+
+
+class Checkpointer:
+    """A run's hold on a model and an optimizer; all calls are the training thread's.
+
+    Without tracked objects every applied ``optimizer.step()`` is a boundary. With them
+    ``end_step()`` is the boundary, and a second update without it is an error. Errors of saving
+    do not come out of these calls, unless strict; misuse and the loss of the run to a newer
+    writer do.
+    """
+
+    def __init__(
+        self, model: Model, optimizer: torch.optim.Optimizer, session: Session,
+        settings: Settings, names: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:  # fmt: skip
+        checked_spec(optimizer)
+        if any(
+            isinstance(getattr(hook, "__self__", None), Capture)
+            for hook in optimizer._optimizer_step_pre_hooks.values()
+        ):
+            raise OrderError("this optimizer is attached already", hint="close the other one first")
+        bind(model, optimizer, names)
+        self._model, self._optimizer, self._names = model, optimizer, names
+        self._session, self._settings = session, settings
+        self._tracked = Tracked(model, optimizer)
+        self._loader = LoaderPosition()
+        self._assembly: Assembly | None = None
+        self._step = settings.start_step
+        self._updated = False
+        self._failure: AdaCheckError | None = None
+        self._warned = False
+        self._open = True
+        self._capture = Capture(optimizer, settings.policy, self)
+
+    @property
+    def step(self) -> int:
+        """The last boundary's step."""
+        return self._step
+
+    def track(self, **objects: Any) -> None:
+        """Keep further objects by name, through their ``state_dict``; `end_step` is required then.
+
+        Raises `UnsupportedError` naming what of their state cannot be kept. None is ignored.
+        """
+        self._must_be_open()
+        if self._assembly is not None:
+            raise OrderError("track() after training has begun", hint="call it before restore()")
+        self._tracked.add(objects)
+
+    def restore(self, step: int | None = None) -> RestoreReport:
+        """Load the newest provable step (or ``step``); on a fresh run, begin one.
+
+        Model, optimizer, tracked objects and generators are as they were at that step. Nothing
+        is touched if the state cannot be proven or is another model's.
+        """
+        self._must_be_open()
+        if self._assembly is not None:
+            raise OrderError("restore() was called already, or training has begun")
+        self._tracked.check_scheduler()
+        restored = self._session.restore(step=step)
+        if restored is None:
+            self._begin(self._settings.start_step)
+            return RestoreReport(step=self._step)
+        tree = restored.extras.get(rank_name(0), {})
+        state = restored.parts[part_name(0)]
+        self._tracked.check(tree)
+        load(state, bind(self._model, self._optimizer, self._names), step=restored.step)
+        self._tracked.load(tree)
+        self._begin(restored.step)
+        rng = tree.get("rng")
+        if rng is not None:
+            set_rng_state(rng)
+            self._loader.restored(tree.get("loader"), rng)
+        return RestoreReport(
+            step=self._step, certificate=restored.certificate, lost=restored.lost,
+            reasons=tuple(restored.reasons), tiers=restored.tiers,
+        )  # fmt: skip
+
+    def _begin(self, step: int) -> None:
+        binding = bind(self._model, self._optimizer, self._names)
+        assembly = Assembly(binding, self._settings)
+        boundary = assembly.start_boundary(step, self._extras())
+        try:
+            self._session.start(
+                binding.layout, start_step=step, base=boundary.base_of, extra=boundary.extra
+            )
+        finally:
+            boundary.release()
+        self._assembly, self._step = assembly, step
+        self._capture.begin(binding, assembly.stager, assembly.watch)
+
+    def before_update(self) -> None:
+        """Hook: an update is about to be applied."""
+        if self._assembly is None:
+            self._tracked.check_scheduler()
+            self._begin(self._settings.start_step)
+        elif self._updated and self._tracked.explicit:
+            raise OrderError(
+                "a second update without end_step()", step=self._step,
+                hint="with tracked objects end_step() is the boundary: call it after every update",
+            )  # fmt: skip
+
+    def after_update(self) -> None:
+        """Hook: an update was applied."""
+        self._updated = True
+        if not self._tracked.explicit:
+            self._close_boundary()
+
+    def capture_failed(self, error: Exception) -> None:
+        """Hook: an update could not be captured; the next boundary says so to the writer."""
+        if not isinstance(error, AdaCheckError):
+            log.warning("capture failed after step %d", self._step, exc_info=error)
+            error = TierError(f"capture failed: {type(error).__name__}: {error}")
+        self._failure = self._failure or error
+        if not self._warned:
+            self._warned = True
+            log.warning("step %d is not kept: %s", self._step + 1, error)
+
+    def end_step(self) -> int:
+        """Close the boundary where that is this call's part; returns the step."""
+        self._must_be_open()
+        if self._assembly is None:
+            self.before_update()
+        if self._tracked.explicit:
+            self._close_boundary()
+        return self._step
+
+    def _close_boundary(self) -> None:
+        assert self._assembly is not None
+        self._session.check()
+        self._step += 1
+        self._updated = False
+        boundary = None
+        try:
+            gap = self._session.wants_base()
+            if self._failure is None or gap is not None:
+                buffer, update = self._capture.take()
+                boundary = self._assembly.boundary(self._step, buffer, update, self._extras(), gap)
+        except (UsageError, TermError):
+            raise
+        except Exception as error:
+            self.capture_failed(error)
+        if boundary is None:
+            boundary = self._assembly.failed(self._step, self._failure)
+        self._failure = None
+        self._session.append(boundary)
+
+    def _extras(self) -> dict[str, Any]:
+        trees = self._tracked.trees()
+        trees["loader"] = freeze(self._loader.tree(), "loader")
+        return trees
+
+    def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """One pass over a loader; after `restore` it goes on where the step left it."""
+        self._must_be_open()
+        return self._loader.batches(loader)
+
+    def clip_grad_norm_(
+        self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, **options: Any
+    ) -> torch.Tensor:
+        """`torch.nn.utils.clip_grad_norm_`, noting the coefficient: gradients stay half size."""
+        norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, **options)
+        coefficient = torch.clamp(float(max_norm) / (norm.detach() + 1e-6), max=1.0)
+        self._capture.observe_scale(coefficient)
+        return norm
+
+    def flush(self, timeout_s: float | None = EXIT_FLUSH_S, *, far: bool = True) -> None:
+        """Wait until every boundary is synced in the near tier and, if ``far``, drained."""
+        if self._assembly is not None:
+            self._session.flush(timeout_s, far=far)
+
+    def status(self) -> Any:
+        """Where the writer stands; raises `OrderError` before the first update or `restore`."""
+        if self._assembly is None:
+            raise OrderError("the run has not begun", hint="call restore() first")
+        return self._session.status()
+
+    def close(self) -> None:
+        """Remove the hooks and stop; what was handed over is stored, not drained."""
+        if self._open:
+            self._open = False
+            self._capture.detach()
+            self._session.close()
+
+    def _must_be_open(self) -> None:
+        if not self._open:
+            raise OrderError("this checkpointer is closed", hint="attach again")
+
+    def __enter__(self) -> Checkpointer:
+        """Return self."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:  # fmt: skip
+        """Flush, on an exception without waiting for the far tier, and close."""
+        try:
+            if kind is None:
+                self.flush()
+            else:
+                with contextlib.suppress(AdaCheckError):
+                    self.flush(EXIT_FLUSH_S, far=False)
+        finally:
+            self.close()

@@ -1,0 +1,301 @@
+"""Encoding: a closed boundary's buffers as records, on the writer's thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from adacheck_store.arrays import torch_dtype
+from adacheck_store.boundary import Link
+from adacheck_store.format.bodies import (
+    DeltaBody,
+    Fingerprint,
+    Grad,
+    Groups,
+    SectionState,
+    SetPiece,
+    Update,
+    grad_array,
+    set_array,
+)
+from adacheck_store.format.errors import AdaCheckError
+from adacheck_store.format.layout import Section, align
+from adacheck_store.format.record import Record
+from adacheck_store.optimizers import arithmetic_digest
+
+from .blocks import BlockWatch, sums_of
+from .capture import CapturedUpdate
+from .capture_base import base_record, sealed_record
+from .extras import extra_record
+from .halves import RAW, Form, Scales, encode, usable_scale
+from .layouts import Binding
+from .outside import SetCopy, Stored
+from .stager import HostBuffer, StateArea
+
+ENCODED_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Encoder:
+    """What all boundaries of a run share: the binding, and what was stored last."""
+
+    def __init__(
+        self, binding: Binding, blocks: BlockWatch, new_area: Callable[[], StateArea]
+    ) -> None:
+        self.binding = binding
+        self.blocks = blocks
+        self.new_area = new_area
+        self.stored = Stored()
+        self._members: dict[str, list[int]] = {}
+        self._places = {
+            (section.name, role): (i, j)
+            for i, section in enumerate(binding.layout.sections)
+            for j, (role, _) in enumerate(section.roles)
+        }
+        for number, slot in enumerate(binding.trained):
+            self._members.setdefault(slot.section.name, []).append(number)
+
+    def place(self, item: SetPiece) -> tuple[int, int, int]:
+        """Where a set stands in the layout's order."""
+        section, role = self._places[item.section, item.role]
+        return section, role, item.slice
+
+    def arithmetic(self, groups: Groups) -> tuple[str, ...]:
+        """The digest of the optimizer's arithmetic under these groups, on its device."""
+        sections = [s for s in self.binding.layout.sections if s.optimizer == 0 and s.slices]
+        dtypes = sorted({section.roles[0][1] for section in sections})
+        devices = {slot.item.tensor.device.type for slot in self.binding.trained}
+        device = "cuda" if "cuda" in devices else "cpu"
+        return (arithmetic_digest(self.binding.spec.name, groups, dtypes, device),)
+
+    def update(
+        self, update: CapturedUpdate, buffer: HostBuffer
+    ) -> tuple[Update, dict[str, torch.Tensor]]:
+        """One update's body and its gradient arrays."""
+        scales = [usable_scale(float(scale)) for scale in update.scales]
+        known = Scales([scale for scale in scales if scale is not None])
+        grads: list[Grad] = []
+        absent: list[tuple[str, int]] = []
+        arrays: dict[str, torch.Tensor] = {}
+        for section in self.binding.layout.sections:
+            if section.optimizer < 0:
+                continue
+            members = self._members.get(section.name, [])
+            given = [number for number in members if update.given[number]]
+            absent += [
+                (section.name, self.binding.trained[number].index)
+                for number in members
+                if not update.given[number]
+            ]
+            found, kept = self._section(section, members, given, update, buffer, known)
+            grads += found
+            arrays |= kept
+        body = Update(optimizer=0, groups=update.groups, grads=tuple(grads), absent=tuple(absent))
+        return body, arrays
+
+    def _section(
+        self, section: Section, members: Sequence[int], given: Sequence[int],
+        update: CapturedUpdate, buffer: HostBuffer, scales: Scales,
+    ) -> tuple[list[Grad], dict[str, torch.Tensor]]:  # fmt: skip
+        if not given:
+            return [], {}
+        staged = buffer.grads[section.name]
+        dtype = torch_dtype(section.roles[0][1])
+        own = "bf16" if staged.dtype != dtype else "raw"
+        chosen: list[tuple[int, Form, torch.Tensor]] = []
+        if own == "raw" and dtype == torch.float32:
+            halves = _scratch(buffer, ("halves", section.name), section.elements, torch.int16)
+            for number in given:
+                flat = self._flat(number, staged)
+                out = self._flat(number, halves)
+                form = encode(flat, scales, out)
+                kept = flat if form == RAW else out.view(ENCODED_DTYPES[form.encoding])
+                chosen.append((number, form, kept))
+        else:
+            for number in given:
+                late = update.late.get(number)
+                if late is not None:
+                    chosen.append((number, RAW, late.reshape(-1)))
+                else:
+                    chosen.append((number, Form(own), self._flat(number, staged)))
+        return self._packed(section, members, chosen, buffer)
+
+    def _flat(self, number: int, flat: torch.Tensor) -> torch.Tensor:
+        piece = self.binding.trained[number].piece
+        return flat[piece.offset : piece.offset + piece.elements]
+
+    def _packed(
+        self, section: Section, members: Sequence[int],
+        chosen: Sequence[tuple[int, Form, torch.Tensor]], buffer: HostBuffer,
+    ) -> tuple[list[Grad], dict[str, torch.Tensor]]:  # fmt: skip
+        """Arrays of the chosen forms; where all slices are kept alike, without another copy."""
+        arrays: dict[str, torch.Tensor] = {}
+        grads: list[Grad] = []
+        encodings = sorted({form.encoding for _, form, _ in chosen})
+        whole = len(encodings) == 1 and len(chosen) == len(members)
+        for encoding in encodings:
+            mine = [item for item in chosen if item[1].encoding == encoding]
+            length = sum(align(kept.numel()) for _, _, kept in mine)
+            if whole:
+                array = self._in_place(section, encoding, mine, buffer)
+            else:
+                dtype = mine[0][2].dtype
+                array = _scratch(buffer, (encoding, section.name), section.elements, dtype)
+                array = array[:length]
+            at = 0
+            for number, form, kept in mine:
+                slot = self.binding.trained[number]
+                offset = slot.piece.offset if whole else at
+                if not whole:
+                    array[at : at + kept.numel()].copy_(kept)
+                    at = align(at + kept.numel())
+                    array[offset + kept.numel() : at].zero_()
+                grads.append(
+                    Grad(
+                        section=section.name, slice=slot.index, encoding=encoding,
+                        offset=offset, scale=form.bits,
+                    )
+                )  # fmt: skip
+            arrays[grad_array(0, section.name, encoding)] = array
+        grads.sort(key=lambda grad: grad.slice)
+        return grads, arrays
+
+    def _in_place(
+        self, section: Section, encoding: str, mine: Sequence[tuple[int, Form, torch.Tensor]],
+        buffer: HostBuffer,
+    ) -> torch.Tensor:  # fmt: skip
+        """The array in which all slices already lie at their offsets."""
+        staged = buffer.grads[section.name]
+        kept = mine[0][2]
+        if kept.untyped_storage().data_ptr() == staged.untyped_storage().data_ptr():
+            return staged
+        halves = buffer.scratch.get(("halves", section.name))
+        if isinstance(halves, torch.Tensor) and (
+            kept.untyped_storage().data_ptr() == halves.untyped_storage().data_ptr()
+        ):
+            return halves.view(ENCODED_DTYPES[encoding])
+        array = _scratch(buffer, (encoding, section.name), section.elements, kept.dtype)
+        array.zero_()
+        for number, _, late in mine:
+            self._flat(number, array).copy_(late)
+        return array
+
+
+def _scratch(buffer: HostBuffer, key: Any, elements: int, dtype: torch.dtype) -> torch.Tensor:
+    """Zeroed memory kept with the buffer from the first use on."""
+    found = buffer.scratch.get(key)
+    if found is None:
+        found = buffer.scratch[key] = torch.zeros(elements, dtype=dtype)
+    kept: torch.Tensor = found
+    return kept
+
+
+def encode_sets(copies: Sequence[SetCopy]) -> tuple[list[SetPiece], dict[str, torch.Tensor]]:
+    """Arrays of the copies, one per section and role, and where each lies in them."""
+    by_array: dict[str, list[SetCopy]] = {}
+    for item in copies:
+        name = set_array(item.slot.section.name, item.role)
+        by_array.setdefault(name, []).append(item)
+    pieces, arrays = [], {}
+    for name, items in by_array.items():
+        items.sort(key=lambda item: item.slot.index)
+        length = sum(align(item.data.numel()) for item in items)
+        array = torch.zeros(length, dtype=items[0].data.dtype)
+        at = 0
+        for item in items:
+            array[at : at + item.data.numel()].copy_(item.data.reshape(-1))
+            pieces.append(
+                SetPiece(
+                    section=item.slot.section.name, role=item.role, slice=item.slot.index,
+                    offset=at,
+                )
+            )  # fmt: skip
+            at = align(at + item.data.numel())
+        arrays[name] = array
+    return pieces, arrays
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class ClosedBoundary:
+    """A boundary with its buffers (see `boundary.Boundary`); the writer owns it until `release`.
+
+    ``gap`` is that of the base it comes with instead of a delta; ``failure`` why there is no
+    delta to be had. ``area`` holds the whole state where one was wanted, ``arrays`` names the
+    arrays of the state that exist.
+    """
+
+    step: int
+    encoder: Encoder
+    buffer: HostBuffer | None
+    area: StateArea | None
+    update: CapturedUpdate | None
+    copies: list[SetCopy]
+    groups: tuple[Groups, ...]
+    arrays: list[str]
+    states: Mapping[str, SectionState]
+    extras: Mapping[str, Any]
+    on_release: Callable[[HostBuffer | None, StateArea | None], None]
+    start: bool = False
+    failure: AdaCheckError | None = None
+    gap: Mapping[str, Any] | None = None
+    _content: tuple[DeltaBody, dict[str, torch.Tensor]] | None = None
+
+    def delta(self, link: Link) -> Record | None:
+        """The delta that leads to this step."""
+        if self.start or self.gap is not None:
+            return None
+        if self.failure is not None:
+            raise self.failure
+        if self._content is None:
+            self._content = self._encode()
+        body, arrays = self._content
+        return sealed_record("delta", link, self.step, arrays, body.to_json())
+
+    def _encode(self) -> tuple[DeltaBody, dict[str, torch.Tensor]]:
+        assert self.buffer is not None, "released"
+        self.buffer.wait()
+        arrays: dict[str, torch.Tensor] = {}
+        updates: list[Update] = []
+        if self.update is not None:
+            update, arrays = self.encoder.update(self.update, self.buffer)
+            updates.append(update)
+        fingerprints = self._fingerprints(self.buffer)
+        used = updates[0].groups if updates else self.groups[0]
+        arithmetic = self.encoder.arithmetic(used)
+        sets, kept = encode_sets(self.encoder.stored.changed(self.copies))
+        sets.sort(key=self.encoder.place)
+        body = DeltaBody(
+            updates=tuple(updates), sets=tuple(sets), boundary=self.groups,
+            arithmetic=arithmetic, fingerprints=fingerprints,
+        )  # fmt: skip
+        return body, arrays | kept
+
+    def _fingerprints(self, buffer: HostBuffer) -> tuple[Fingerprint, ...]:
+        if self.area is not None:
+            return sums_of({name: self.area.arrays[name] for name in self.arrays})
+        return self.encoder.blocks.sums(self.step, buffer, set(self.arrays))
+
+    def base(self, link: Link) -> Record | None:
+        """A captured base of this step, where one was wanted."""
+        if self.area is None or not (self.start or self.gap is not None):
+            return None
+        if self.buffer is not None:
+            self.buffer.wait()
+        self.encoder.stored.rebase(self.copies)
+        arrays = {name: self.area.arrays[name] for name in self.arrays}
+        return base_record(
+            link, self.step, arrays, states=self.states, boundary=self.groups, gap=self.gap
+        )
+
+    def extra(self, link: Link) -> Record:
+        """The rank's extra of this step."""
+        return extra_record(link, self.step, self.extras)
+
+    def release(self) -> None:
+        """Give the buffers back; a second call does nothing."""
+        buffer, area = self.buffer, self.area
+        self.buffer = self.area = self._content = None
+        if buffer is not None or area is not None:
+            self.on_release(buffer, area)

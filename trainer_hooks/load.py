@@ -1,0 +1,132 @@
+"""Loading: a part's state copied into a live model and optimizer, in place and by name.
+
+Everything is checked before the first tensor is touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from adacheck_store.arrays import dtype_name, from_typed, torch_dtype
+from adacheck_store.format.bodies import Groups, SectionState
+from adacheck_store.format.canonical import Scalar
+from adacheck_store.format.errors import ChainBrokenError, ModelMismatchError
+from adacheck_store.optimizers import IMPLEMENTATION_FLAGS
+from adacheck_store.state import PartState
+
+from .layouts import Binding, Match, compare
+from .stager import shaped
+
+
+def load(state: PartState, binding: Binding, **place: Any) -> None:
+    """Put a state into the tensors of a binding and into its optimizer.
+
+    Raises `ModelMismatchError` before anything is changed if the model is not the chain's.
+    Optimizer state gets fresh tensors of the recorded dtype; parameters, buffers and a learning
+    rate that is a tensor keep their objects. Implementation flags stay as the user set them.
+    """
+    matches = compare(binding, state.layout, **place)
+    groups = state.boundary[0] if state.boundary else ()
+    _check_groups(groups, binding.optimizer.param_groups, place)
+    _check_arrays(state, matches, place)
+    with torch.no_grad():
+        for match in matches:
+            source = _values(state, match, match.section.main_role)
+            write(match.slot.item.tensor, source)
+        for group, values in zip(binding.optimizer.param_groups, groups, strict=True):
+            _load_group(group, values)
+        for match in matches:
+            if match.section.optimizer >= 0:
+                _load_state(state, match, binding)
+
+
+def write(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy values into a tensor in place, also where it is expanded from fewer elements."""
+    target, source = target.detach(), source.detach()
+    for dim, (size, stride) in enumerate(zip(target.shape, target.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            target, source = target.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
+    target.copy_(source)
+
+
+def _values(state: PartState, match: Match, role: str) -> torch.Tensor:
+    piece = match.section.slices[match.index]
+    return shaped(state.arrays[f"{match.section.name}/{role}"], piece.offset, piece.shape)
+
+
+def _check_groups(
+    saved: Groups, live: Sequence[Mapping[str, Any]], place: Mapping[str, Any]
+) -> None:
+    if len(saved) != len(live):
+        raise ModelMismatchError(
+            f"the chain has {len(saved)} parameter groups, this optimizer {len(live)}",
+            hint="build the optimizer as it was; nothing was changed", **place,
+        )  # fmt: skip
+
+
+def _check_arrays(state: PartState, matches: Sequence[Match], place: Mapping[str, Any]) -> None:
+    for match in matches:
+        section = match.section
+        present = _present(state.states.get(section.name), match.index)
+        roles = [section.main_role, *(section.state_roles if present else ())]
+        for role in roles:
+            name = f"{section.name}/{role}"
+            array = state.arrays.get(name)
+            if section.elements and (
+                array is None
+                or array.numel() != section.elements
+                or dtype_name(array.dtype) != section.dtypes[role]
+            ):
+                raise ChainBrokenError(f"the restored state has no whole array {name}", **place)
+
+
+def _present(state: SectionState | None, index: int) -> bool:
+    return state is not None and state.present[index]
+
+
+def _load_group(group: dict[str, Any], values: Mapping[str, Any]) -> None:
+    for key, value in values.items():
+        if key in IMPLEMENTATION_FLAGS:
+            continue
+        live = group.get(key)
+        if isinstance(live, torch.Tensor) and isinstance(value, Scalar | float | int):
+            live.fill_(float(from_typed(value)))
+        else:
+            group[key] = from_typed(value)
+
+
+def _load_state(state: PartState, match: Match, binding: Binding) -> None:
+    param = match.slot.item.tensor
+    section = match.section
+    states = state.states.get(section.name)
+    if states is None or not (states.present[match.index] and section.state_roles):
+        binding.optimizer.state.pop(param, None)
+        return
+    fresh: dict[str, Any] = {}
+    for key in binding.spec.scalars:
+        values = states.scalars.get(key)
+        if values is not None and values[match.index] is not None:
+            group = binding.optimizer.param_groups[match.slot.piece.group]
+            fresh[key] = _counter(values[match.index], group, param)
+    for role in section.state_roles:
+        tensor = torch.empty_like(
+            param, dtype=torch_dtype(section.dtypes[role]), requires_grad=False,
+            memory_format=torch.preserve_format,
+        )  # fmt: skip
+        tensor.copy_(_values(state, match, role))
+        fresh[role] = tensor
+    binding.optimizer.state[param] = fresh
+
+
+def _counter(value: Any, group: Mapping[str, Any], param: torch.Tensor) -> torch.Tensor:
+    """A step counter as torch wants it under the group's flags."""
+    found = from_typed(value)
+    counter = found if isinstance(found, torch.Tensor) else torch.tensor(float(found))
+    if not counter.is_floating_point():
+        counter = counter.to(torch.float32)
+    if group.get("fused") or group.get("capturable"):
+        return counter.to(device=param.device, dtype=torch.float32)
+    return counter.clone()

@@ -1,0 +1,144 @@
+"""Tensors that change otherwise than by the optimizer's step, and those that may have.
+
+Version counters see only some edits: running statistics of a BatchNorm and writes through
+``.data`` leave them alone. So small tensors outside the optimizer are copied at every boundary,
+and the encoder drops those whose bytes are the ones stored last; large ones go by version
+counter and address. Of trained parameters a change between two updates shows likewise, and then
+the whole slice is kept anew. What all of this misses, the fingerprints find.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from adacheck_store.arrays import byte_view
+from adacheck_store.format.errors import UnsupportedError
+from adacheck_store.format.ids import block_digest
+
+from .layouts import Binding, Slot
+from .stager import HostBuffer, copy
+
+Mark = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SetCopy:
+    """The bytes of a slot's role at a boundary, as a contiguous tensor of the slot's shape."""
+
+    slot: Slot
+    role: str
+    data: torch.Tensor
+
+    @property
+    def key(self) -> tuple[str, int, str]:
+        """Section, slice and role."""
+        return (self.slot.section.name, self.slot.index, self.role)
+
+    def digest(self) -> str:
+        """Digest of the bytes."""
+        return block_digest(byte_view(self.data))
+
+
+def mark_of(tensor: torch.Tensor) -> Mark:
+    """What of an edit can be seen without reading the tensor."""
+    return (tensor._version, tensor.data_ptr())
+
+
+class OutsideWatch:
+    """Finds edits on the training thread; copies what must be kept into a boundary's buffer."""
+
+    def __init__(self, binding: Binding) -> None:
+        self._binding = binding
+        self._params = [slot.item.tensor for slot in binding.trained]
+        self._marks: list[Mark] = []
+        self._edited: set[int] = set()
+        self._outside: list[Mark] = []
+        self.rebase()
+
+    def rebase(self) -> None:
+        """Take everything as it stands for known: it is in a base, or has been loaded."""
+        self._edited.clear()
+        self.stepped()
+        self._outside = [mark_of(slot.item.tensor) for slot in self._binding.outside]
+
+    def stepped(self) -> None:
+        """The optimizer has updated the parameters."""
+        self._marks = [mark_of(param) for param in self._params]
+
+    def note_edits(self) -> None:
+        """Remember trained parameters that were changed since the optimizer's last update."""
+        for index, param in enumerate(self._params):
+            if (param._version, param.data_ptr()) != self._marks[index]:
+                self._edited.add(index)
+        if self._edited:
+            self.stepped()
+
+    def stage(self, buffer: HostBuffer) -> list[SetCopy]:
+        """Copies of what may have changed otherwise since the last boundary."""
+        self.note_edits()
+        kept: list[SetCopy] = []
+        targets, sources = [], []
+        for number, slot in enumerate(self._binding.outside):
+            tensor = _checked(slot)
+            target = buffer.outside.get(number)
+            if target is None:
+                mark = mark_of(tensor)
+                if mark == self._outside[number]:
+                    continue
+                self._outside[number] = mark
+                target = torch.empty(slot.piece.shape, dtype=tensor.dtype)
+            targets.append(target)
+            sources.append(tensor.detach())
+            kept.append(SetCopy(slot, slot.section.main_role, target))
+        for index in sorted(self._edited):
+            slot = self._binding.trained[index]
+            state = self._binding.state(slot)
+            tensors: dict[str, Any] = {slot.section.main_role: slot.item.tensor}
+            tensors |= {role: state.get(role) for role in slot.section.state_roles}
+            for role, source in tensors.items():
+                if isinstance(source, torch.Tensor):
+                    target = torch.empty(slot.piece.shape, dtype=source.dtype)
+                    targets.append(target)
+                    sources.append(source.detach())
+                    kept.append(SetCopy(slot, role, target))
+        self._edited.clear()
+        copy(targets, sources)
+        return kept
+
+
+def _checked(slot: Slot) -> torch.Tensor:
+    tensor = slot.item.tensor
+    if tensor.shape != slot.piece.shape or tensor.layout != torch.strided:
+        raise UnsupportedError(
+            f"{slot.section.main_role} {slot.item.name!r} has shape {tuple(tensor.shape)} now, "
+            f"it had {slot.piece.shape}",
+            hint="tensors of a run cannot change their shape; start another run",
+        )
+    return tensor
+
+
+class Stored:
+    """Digests of the bytes stored last, per slot outside the optimizer (writer's thread)."""
+
+    def __init__(self) -> None:
+        self._digests: dict[tuple[str, int, str], str] = {}
+
+    def rebase(self, copies: list[SetCopy]) -> None:
+        """A base holds these bytes."""
+        self._digests = {item.key: item.digest() for item in copies}
+
+    def changed(self, copies: list[SetCopy]) -> list[SetCopy]:
+        """Those of the copies whose bytes are not the ones stored last; they are from now on."""
+        found = []
+        for item in copies:
+            if item.slot.section.optimizer >= 0:
+                found.append(item)
+                continue
+            digest = item.digest()
+            if self._digests.get(item.key) != digest:
+                self._digests[item.key] = digest
+                found.append(item)
+        return found

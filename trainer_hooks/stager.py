@@ -1,0 +1,165 @@
+"""The stager: preallocated host memory that a captured boundary is copied into.
+
+The seam behind which pinned memory and streams live. On the CPU copies are plain; on CUDA they
+go to pinned memory in the order of the current stream, an event tells the encoder when they
+have landed, and the training thread never waits for the device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from adacheck_store.arrays import torch_dtype
+from adacheck_store.format.errors import TierBusyError
+from adacheck_store.format.layout import Section
+
+from .layouts import Binding
+
+SMALL_BYTES = 256 << 10
+"""Tensors outside the optimizer up to this size have a preallocated place in each buffer."""
+
+
+def staged_dtype(section: Section, policy: str) -> torch.dtype:
+    """Dtype in which a section's gradients are staged under a gradient policy."""
+    dtype = torch_dtype(section.roles[0][1])
+    return torch.bfloat16 if policy == "bf16" and dtype == torch.float32 else dtype
+
+
+class HostBuffer:
+    """Memory for one boundary in flight.
+
+    ``grads`` holds each trained section's gradients, ``views`` a parameter-shaped view per
+    trained slot; ``blocks`` the pieces of fingerprinted blocks; ``outside`` a view per small
+    slot outside the optimizer. ``scratch`` keeps what the encoder needs between boundaries.
+    One side at a time owns a buffer: the training thread until the boundary is handed over,
+    then the writer until it is released.
+    """
+
+    def __init__(self, binding: Binding, policy: str, block_bytes: int, pinned: bool) -> None:
+        self.pinned = pinned
+        self.grads: dict[str, torch.Tensor] = {}
+        for section in binding.layout.sections:
+            if section.optimizer >= 0:
+                self.grads[section.name] = self._zeros(
+                    section.elements, staged_dtype(section, policy)
+                )
+        self.views = [
+            shaped(self.grads[s.section.name], s.piece.offset, s.piece.shape)
+            for s in binding.trained
+        ]
+        self.blocks = self._zeros(block_bytes, torch.uint8)
+        self.outside: dict[int, torch.Tensor] = {}
+        for number, slot in enumerate(binding.outside):
+            dtype = torch_dtype(slot.section.roles[0][1])
+            if slot.piece.elements * dtype.itemsize <= SMALL_BYTES:
+                self.outside[number] = self._zeros(slot.piece.elements, dtype).view(
+                    slot.piece.shape
+                )
+        self.scratch: dict[Any, Any] = {}
+        self._event: torch.cuda.Event | None = None
+
+    def _zeros(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
+        """Zeroed and touched, so that no page fault is left for the training thread."""
+        return torch.zeros(elements, dtype=dtype, pin_memory=self.pinned).fill_(0)
+
+    def landed(self, device: bool) -> None:
+        """Mark the end of the copies into this buffer (training thread)."""
+        if device:
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def wait(self) -> None:
+        """Wait until all copies have landed (writer's thread)."""
+        if self._event is not None:
+            self._event.synchronize()
+            self._event = None
+
+
+def shaped(flat: torch.Tensor, offset: int, shape: Sequence[int]) -> torch.Tensor:
+    """A view of a flat array as a tensor of ``shape``, from element ``offset``."""
+    elements = 1
+    for size in shape:
+        elements *= size
+    return flat[offset : offset + elements].view(tuple(shape))
+
+
+def copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy tensors (or pieces) into host memory, without waiting for a device."""
+    if not targets:
+        return
+    with torch.no_grad():
+        if all(source.device.type == "cpu" for source in sources):
+            torch._foreach_copy_(list(targets), list(sources))
+            return
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source, non_blocking=True)
+
+
+class StateArea:
+    """Memory for a part's whole state: a flat zero-padded array per ``<section>/<role>``."""
+
+    def __init__(self, binding: Binding, pinned: bool) -> None:
+        self.arrays: dict[str, torch.Tensor] = {}
+        for section in binding.layout.sections:
+            for role, dtype in section.roles:
+                flat = torch.zeros(
+                    section.elements, dtype=torch_dtype(dtype), pin_memory=pinned
+                ).fill_(0)
+                self.arrays[f"{section.name}/{role}"] = flat
+        self.views = {
+            (slot.section.name, slot.index, role): shaped(
+                self.arrays[f"{slot.section.name}/{role}"], slot.piece.offset, slot.piece.shape
+            )
+            for slot in binding.slots
+            for role, _ in slot.section.roles
+        }
+
+
+class Stager:
+    """W+1 host buffers, and as many state areas as were ever needed at once.
+
+    ``acquire`` is called on the training thread, ``release`` on any.
+    """
+
+    def __init__(
+        self, binding: Binding, *, policy: str, window: int, block_bytes: int, timeout_s: float
+    ) -> None:
+        devices = {slot.item.tensor.device.type for slot in binding.slots}
+        self.device = "cuda" in devices
+        self._binding = binding
+        self._timeout_s = timeout_s
+        self._free: queue.LifoQueue[HostBuffer] = queue.LifoQueue(maxsize=window + 1)
+        self._areas: queue.LifoQueue[StateArea] = queue.LifoQueue(maxsize=window + 2)
+        for _ in range(window + 1):
+            self._free.put_nowait(HostBuffer(binding, policy, block_bytes, self.device))
+
+    def acquire(self) -> HostBuffer:
+        """A free buffer; raises `TierBusyError` if none is released in time."""
+        try:
+            return self._free.get(timeout=self._timeout_s)
+        except queue.Empty:
+            raise TierBusyError(
+                f"no capture buffer was released within {self._timeout_s:g} s",
+                hint="the tier is too slow; this step is not kept",
+            ) from None
+
+    def release(self, buffer: HostBuffer) -> None:
+        """Give a buffer back."""
+        self._free.put_nowait(buffer)
+
+    def area(self) -> StateArea:
+        """A state area, a new one if none is free (there are never more than buffers)."""
+        try:
+            return self._areas.get_nowait()
+        except queue.Empty:
+            return StateArea(self._binding, self.device)
+
+    def release_area(self, area: StateArea) -> None:
+        """Give a state area back; one too many is dropped."""
+        with contextlib.suppress(queue.Full):
+            self._areas.put_nowait(area)

@@ -1,0 +1,97 @@
+"""Tracked objects: schedulers and whatever else has a state that a step depends on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from adacheck_store.format.errors import ModelMismatchError, OrderError, UnsupportedError
+
+from .extras import freeze, thaw
+from .names import Model, modules_of, walk
+from .rng import rng_state
+
+
+class Tracked:
+    """Objects by name, and the modules that keep an extra state; they become the extra's trees."""
+
+    def __init__(self, model: Model, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._objects: dict[str, Any] = {}
+        self._modules = {
+            path.rstrip("."): module
+            for root in modules_of(model)
+            for path, module in walk(root)
+            if type(module).get_extra_state is not torch.nn.Module.get_extra_state
+        }
+        for path, module in self._modules.items():
+            freeze(module.get_extra_state(), f"extra state of module {path!r}")
+
+    @property
+    def explicit(self) -> bool:
+        """True where `end_step` is the boundary."""
+        return bool(self._objects)
+
+    def add(self, objects: Mapping[str, Any]) -> None:
+        """Track further objects; all are checked before any is taken."""
+        taken = {name: value for name, value in objects.items() if value is not None}
+        for name, value in taken.items():
+            if name in self._objects:
+                raise OrderError(f"{name!r} is tracked already")
+            if isinstance(value, torch.amp.GradScaler):
+                raise UnsupportedError(
+                    f"{name!r} is a GradScaler, which is not supported yet",
+                    hint="train in bf16 or fp32, where no scaler is needed",
+                )
+            if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
+                raise UnsupportedError(
+                    f"{name!r} is a {type(value).__qualname__} without state_dict()",
+                    hint="give it state_dict() and load_state_dict()",
+                )
+            freeze(value.state_dict(), name)
+        self._objects |= taken
+
+    def check_scheduler(self) -> None:
+        """Raise `OrderError` if the optimizer has a scheduler and none is tracked."""
+        wrapped = getattr(self._optimizer.step, "_wrapped_by_lr_sched", False)
+        if wrapped and not any(
+            isinstance(value, torch.optim.lr_scheduler.LRScheduler)
+            for value in self._objects.values()
+        ):
+            raise OrderError(
+                "the optimizer has a learning rate scheduler that is not tracked",
+                hint="call track(scheduler=...) before restore(), and end_step() after every step",
+            )
+
+    def trees(self) -> dict[str, Any]:
+        """Frozen trees of the generators, the objects and the modules' extra states."""
+        return {
+            "rng": rng_state(),
+            "tracked": {
+                name: freeze(value.state_dict(), name) for name, value in self._objects.items()
+            },
+            "modules": {
+                path: freeze(module.get_extra_state(), f"extra state of module {path!r}")
+                for path, module in self._modules.items()
+            },
+        }
+
+    def check(self, trees: Mapping[str, Any]) -> None:
+        """Raise `ModelMismatchError` if other objects are tracked than in the chain."""
+        for what, mine in (("tracked", self._objects), ("modules", self._modules)):
+            theirs = sorted(trees.get(what, {}))
+            if theirs != sorted(mine):
+                noun = "objects tracked" if what == "tracked" else "modules with an extra state"
+                raise ModelMismatchError(
+                    f"{noun}: the chain has {theirs}, this run {sorted(mine)}",
+                    hint="call track() with the same names before restore(); nothing was changed",
+                )
+
+    def load(self, trees: Mapping[str, Any]) -> None:
+        """Give every object and module its state back."""
+        for path, module in self._modules.items():
+            module.set_extra_state(thaw(trees["modules"][path]))
+        for name, value in self._objects.items():
+            value.load_state_dict(thaw(trees["tracked"][name]))
