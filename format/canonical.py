@@ -29,10 +29,10 @@ from . import strict
 from .dtypes import MAX_ARRAY_BYTES, MAX_DIMS, item_bytes
 from .errors import MalformedError
 
-MAX_DEPTH = 64
+MAX_DEPTH = 96
 """Nesting of any JSON: the head's object is level 1."""
 
-MAX_VALUE_DEPTH = 48
+MAX_VALUE_DEPTH = 80
 """Nesting of a typed value within the head, in JSON levels."""
 
 MAX_INT = 1 << 53

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from adacheck_store.format import bodies, layout, manifest
+from adacheck_store.format.canonical import MAX_VALUE_DEPTH
 from adacheck_store.format.errors import AdaCheckError, MalformedError
 from tests.format.forge import DECODERS, Json, forge, golden_head, read, sealed_of
 from tests.format.test_hostile import Change, drop, nested, put
@@ -259,7 +260,7 @@ VALUES: dict[str, tuple[Json, str]] = {
     "array shape overflows": ({"$a": ["x", "U8", [HUGE, HUGE]]}, "typed-value"),
     "array of 40 dimensions": ({"$a": ["x", "U8", [1] * 40]}, "typed-value"),
     "array named by a number": ({"$a": [1, "U8", []]}, "typed-value"),
-    "too deep": (nested(50), "depth"),
+    "too deep": (nested(MAX_VALUE_DEPTH + 2), "depth"),
 }
 
 CASES: dict[str, tuple[str, Change, str]] = {

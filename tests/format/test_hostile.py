@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from adacheck_store.format.canonical import MAX_DEPTH
 from adacheck_store.format.errors import (
     AdaCheckError,
     DigestMismatchError,
@@ -157,7 +158,7 @@ HEADS: dict[str, tuple[str, Change, str]] = {
     "float": ("extra", put(0.5, "other"), "float"),
     "NaN": ("extra", put(float("nan"), "other"), "float"),
     "infinity": ("extra", put(float("-inf"), "other"), "float"),
-    "nested too deep": ("extra", put(nested(64), "other"), "depth"),
+    "nested too deep": ("extra", put(nested(MAX_DEPTH), "other"), "depth"),
     "lone surrogate": ("extra", put(LONE, "other"), "utf-8"),
 }  # fmt: skip
 
