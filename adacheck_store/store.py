@@ -10,13 +10,16 @@ from urllib.parse import unquote, urlsplit
 
 from adacheck_store.format.errors import (
     AdaCheckError,
+    FormatError,
     NotOursError,
     TierError,
+    TooNewError,
     UnsupportedError,
     UsageError,
 )
 from adacheck_store.tiers.base import Tier
 from adacheck_store.tiers.lmdb import LmdbTier
+from adacheck_store.tiers.medium import translate
 from adacheck_store.tiers.memory import MemoryTier
 from adacheck_store.tiers.object_local import LocalObjects
 from adacheck_store.tiers.zarr import ZarrTier, open_marked
@@ -96,45 +99,88 @@ def open_store(
         return Store(url, tier, tier)
     root = local_folder(url)
     folder = Path(cache) if cache is not None else root / "lmdb"
-    far = _open_far(root, write=write)
+    if not write:
+        return _open_reading(url, root, folder)
+    objects = LocalObjects(root / "objects")
+    open_marked(objects, create=True)
+    far = ZarrTier(objects)
     troubles: list[Trouble] = []
     try:
-        if write:
-            near: Tier = LmdbTier(folder / node_name(), capacity_bytes=lmdb_bytes or None)
-        else:
-            near = far
-        others = _other_nodes(folder, troubles, skip=node_name() if write else "")
+        near = LmdbTier(folder / node_name(), capacity_bytes=lmdb_bytes or None)
+        others = _other_nodes(folder, troubles, skip=node_name())
     except AdaCheckError:
         far.close()
         raise
-    if not write and others:
-        near, others = others[0], others[1:]
     return Store(url, near, far, tuple(others), tuple(troubles))
 
 
-def _open_far(root: Path, *, write: bool) -> Tier:
-    if not write and not (root / "objects").is_dir():
-        raise NotOursError(
-            "no store here", path=str(root), hint="check the URL; a writer makes a new store"
-        )
+def _open_reading(url: str, root: Path, folder: Path) -> Store:
+    """Every tier that can be read. One that cannot is a trouble, unless nothing else is there.
+
+    A damaged or missing marker does not hide the objects: what they hold verifies by itself.
+    """
+    troubles: list[Trouble] = []
+    far: Tier | None
+    try:
+        far = _open_far(root)
+    except TooNewError:
+        raise
+    except AdaCheckError as error:
+        place = error.at(tier="zarr", path=str(root))
+        troubles.append(Trouble(tier="zarr", key="", error=place))
+        far = _open_unmarked(root)
+    tiers = [*_other_nodes(folder, troubles, skip=""), *([far] if far else [])]
+    if not tiers:
+        raise troubles[-1].error
+    return Store(url, tiers[0], tiers[-1], tuple(tiers[1:-1]), tuple(troubles))
+
+
+def _open_far(root: Path) -> Tier:
+    try:
+        found = (root / "objects").is_dir()
+        file = root.is_file()
+    except OSError as error:
+        raise translate(error, "zarr", str(root)) from error
+    if not found:
+        what = "a file, not the folder of a store" if file else "no store here"
+        raise NotOursError(what, path=str(root), hint="check the URL; a writer makes a new store")
     objects = LocalObjects(root / "objects")
-    open_marked(objects, create=write)
+    if not open_marked(objects, create=False):
+        raise NotOursError(
+            "no store here: the folder of objects is empty", path=str(root),
+            hint="check the URL; a writer makes a new store",
+        )  # fmt: skip
     return ZarrTier(objects)
+
+
+def _open_unmarked(root: Path) -> Tier | None:
+    """The objects without a good marker, if there are records of ours among them."""
+    tier = ZarrTier(LocalObjects(root / "objects"))
+    try:
+        if next(tier.list(""), None) is not None:
+            return tier
+    except AdaCheckError:
+        pass
+    return None
 
 
 def _other_nodes(folder: Path, troubles: list[Trouble], *, skip: str) -> list[Tier]:
     """The LMDB tiers of other nodes found beside ours, opened read-only."""
     tiers: list[Tier] = []
-    if not folder.is_dir():
+    try:
+        if not folder.is_dir():
+            return tiers
+        names = sorted(path.name for path in folder.iterdir() if (path / "data.mdb").exists())
+    except OSError as error:
+        troubles.append(Trouble(tier="lmdb", key="", error=translate(error, "lmdb", str(folder))))
         return tiers
-    names = sorted(path.name for path in folder.iterdir() if (path / "data.mdb").exists())
     first = node_name()
     for name in sorted(names, key=lambda name: (name != first, name)):
         if name == skip or "-damaged-" in name:
             continue
         try:
             tiers.append(LmdbTier(folder / name, readonly=True, name=lmdb_name(name)))
-        except TierError as error:
+        except (TierError, FormatError) as error:
             place = error.at(tier=lmdb_name(name), path=str(folder / name))
             troubles.append(Trouble(tier=lmdb_name(name), key="", error=place))
     return tiers
