@@ -7,15 +7,20 @@ taken, and said. Never guess.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from adacheck_store.format.bodies import decode_extra
 from adacheck_store.format.canonical import ArrayRef, Scalar
-from adacheck_store.format.errors import AdaCheckError, ChainBrokenError, ReplayMismatchError
+from adacheck_store.format.errors import (
+    AdaCheckError,
+    ChainBrokenError,
+    ReplayMismatchError,
+    RestoreError,
+)
 from adacheck_store.format.keys import layout_key
 from adacheck_store.format.layout import Layout, Section, decode_layout
 from adacheck_store.tiers.base import Tier
@@ -26,6 +31,8 @@ from .fetch import ArrayReader, BlocksLostError, Fetcher
 from .fold import Fold, FoldReport
 from .recovery import PartPlan, RestorePlan, plan_restore
 from .state import PartState
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +81,9 @@ class Restored:
     tiers: Mapping[str, int]
 
 
+_Fetched = tuple[dict[str, PartState], list[FoldReport], dict[str, dict[str, Any]]]
+
+
 @dataclass(slots=True)
 class StateSink:
     """A fold's sink that keeps the whole state in memory."""
@@ -92,6 +102,55 @@ class StateSink:
         """Nothing: the windows are the result."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome(Generic[T]):
+    """A plan that was carried out: what the work gave, and why newer steps were not taken."""
+
+    plan: RestorePlan
+    result: T
+    fetcher: Fetcher
+    lost: int
+    reasons: tuple[str, ...]
+
+
+def carry_out(
+    tiers: Sequence[Tier], run: str, work: Callable[[Fetcher, RestorePlan], T], *,
+    step: int | None = None, term: str = "", catalog: Catalog | None = None,
+) -> Outcome[T]:  # fmt: skip
+    """Plan, and do ``work``; where it meets damage, again with the newest step left without it.
+
+    ``work`` is done once for every plan tried: it must begin anew each time. Raises
+    `RestoreError`, `NotProvableError`, or what made every candidate fail.
+    """
+    catalog = catalog if catalog is not None else read_catalog(tiers, run)
+    newest: int | None = None
+    reasons: list[str] = []
+    damage: AdaCheckError | None = None
+    while True:
+        try:
+            plan = plan_restore(catalog, step, term)
+        except RestoreError as error:
+            raise _with_damage(error, damage) from damage
+        newest = plan.newest if newest is None else max(newest, plan.newest)
+        fetcher = Fetcher(tiers)
+        try:
+            result = work(fetcher, plan)
+        except BlocksLostError as error:
+            damage = error
+            reasons.append(str(error))
+            catalog = catalog.without(error.lost)
+            continue
+        except ReplayMismatchError as error:
+            damage = error
+            reasons.append(str(error))
+            catalog = _end_chain(catalog, plan, error.last_match)
+            continue
+        return Outcome(
+            plan=plan, result=result, fetcher=fetcher, lost=max(0, newest - plan.step),
+            reasons=(*plan.reasons, *reasons),
+        )  # fmt: skip
+
+
 def restore_state(
     tiers: Sequence[Tier], run: str, *, step: int | None = None, term: str = "",
     catalog: Catalog | None = None,
@@ -101,29 +160,30 @@ def restore_state(
     Tiers are given nearest first. Raises `RestoreError`, `NotProvableError`, or what made every
     candidate fail.
     """
-    catalog = catalog if catalog is not None else read_catalog(tiers, run)
-    newest: int | None = None
-    reasons: list[str] = []
-    while True:
-        plan = plan_restore(catalog, step, term)
-        newest = plan.newest if newest is None else max(newest, plan.newest)
-        fetcher = Fetcher(tiers)
-        try:
-            parts, reports = fetch_parts(fetcher, tiers, plan)
-            extras = {rank: read_extra(fetcher, refs) for rank, refs in plan.extras.items()}
-        except BlocksLostError as error:
-            reasons.append(str(error))
-            catalog = catalog.without(error.lost)
-            continue
-        except ReplayMismatchError as error:
-            reasons.append(str(error))
-            catalog = _end_chain(catalog, plan, error.last_match)
-            continue
-        return Restored(
-            step=plan.step, plan=plan, parts=parts, extras=extras,
-            certificate=_certificate(plan, reports, fetcher), lost=max(0, newest - plan.step),
-            reasons=(*plan.reasons, *reasons), tiers=dict(fetcher.used),
-        )  # fmt: skip
+
+    def work(fetcher: Fetcher, plan: RestorePlan) -> _Fetched:
+        parts, reports = fetch_parts(fetcher, tiers, plan)
+        return (
+            parts,
+            reports,
+            {rank: read_extra(fetcher, refs) for rank, refs in plan.extras.items()},
+        )
+
+    done = carry_out(tiers, run, work, step=step, term=term, catalog=catalog)
+    parts, reports, extras = done.result
+    return Restored(
+        step=done.plan.step, plan=done.plan, parts=parts, extras=extras,
+        certificate=certify(done.plan, reports, done.fetcher), lost=done.lost,
+        reasons=done.reasons, tiers=dict(done.fetcher.used),
+    )  # fmt: skip
+
+
+def _with_damage(error: RestoreError, damage: AdaCheckError | None) -> RestoreError:
+    """A refusal that also says which damage led to it."""
+    if damage is not None:
+        error.message = f"{error.message}: {damage.message}"
+        error.at(**damage.place)
+    return error
 
 
 def _end_chain(catalog: Catalog, plan: RestorePlan, last_match: int) -> Catalog:
@@ -207,7 +267,8 @@ def _with_tensors(value: Any, reader: ArrayReader) -> Any:
     return value
 
 
-def _certificate(plan: RestorePlan, reports: Sequence[FoldReport], fetcher: Fetcher) -> Certificate:
+def certify(plan: RestorePlan, reports: Sequence[FoldReport], fetcher: Fetcher) -> Certificate:
+    """What the folds of a plan have shown."""
     longest: PartPlan = max(plan.parts, key=lambda part: len(part.deltas))
     exactness = {report.exactness for report in reports} | {
         part.base.exactness for part in plan.parts
