@@ -83,11 +83,7 @@ class Intake:
 
 def check_place(key: Key, sealed: SealedHead) -> None:
     """Check that a head lies under its own key; raises `MalformedError` (rule ``swapped``)."""
-    check_key(key, sealed.head)
-    if key.kind == "layout" and key.name != sealed.id:
-        raise MalformedError("the layout under this key has another id", rule="swapped").at(
-            key=str(key)
-        )
+    check_key(key, sealed.head, sealed.id)
 
 
 def check_record_key(text: str) -> Key:

@@ -29,6 +29,7 @@ class MemoryTier(Tier):
     def put(self, sources: Sequence[Source]) -> None:
         """Store records; see `Tier.put`."""
         with placed(tier=self.traits.name):
+            self._check_open()
             check_sources(sources)
             taken = {source.key: self._take(source) for source in sources}
             self._links.check(sealed for sealed, _ in taken.values())

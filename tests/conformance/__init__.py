@@ -1,0 +1,1 @@
+"""The inherited suite of every tier, and what is special about each."""

@@ -1,0 +1,1 @@
+"""Faults: processes killed at every failpoint, bits flipped in every file."""
