@@ -25,7 +25,9 @@ MAX_HEAD_BYTES = 32 << 20
 MAX_INFO_BYTES = 64 << 10
 
 _WORD = re.compile(r"[a-z0-9][a-z0-9_.-]*")
-_MAX_NAME = 200
+MAX_NAME = 200
+"""Most characters of an array's name."""
+
 _RESERVED_WORDS = frozenset({"zarr.json"})
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _LINKED = {
@@ -307,7 +309,7 @@ def _check_array(info: ArrayInfo) -> None:
     words = info.name.split("/") if isinstance(info.name, str) else []
     if not 1 <= len(words) <= 4 or not all(is_array_word(word) for word in words):
         raise MalformedError(f"an array named {str(info.name)[:80]!r}", rule="array-name")
-    if len(info.name) > _MAX_NAME:
+    if len(info.name) > MAX_NAME:
         raise MalformedError(f"an array's name of {len(info.name)} letters", rule="array-name")
     size = item_bytes(info.dtype)
     if type(info.elements) is not int or not 0 <= info.elements <= MAX_ARRAY_BYTES // size:
