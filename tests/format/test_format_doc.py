@@ -10,6 +10,7 @@ from hypothesis import given
 from adacheck_store.format import canonical, dtypes, head, ids, keys, layout, record, strict
 from adacheck_store.format.bodies import ENCODINGS, ORIGINS
 from adacheck_store.format.check import GRAD_DTYPES
+from adacheck_store.tiers.zarr_packs import pack_document
 from tests.format.doc_decoder import DOCUMENT, Decoder, Refused, tables
 from tests.format.forge import NAMES, golden_bytes, golden_head
 from tests.format.test_keys import KEYS
@@ -156,10 +157,8 @@ def test_key_grammar_is_that_of_the_code(key: keys.Key) -> None:
             pattern = pattern.replace(word, expression)
         if re.fullmatch(pattern, name):
             found.append(row["what lies there"])
-    kinds = {
-        "log": "claim, floor",
-        "pack": f"pack of {'delta' if key.part[:1] == 'p' else 'extra'}s",
-    }
+    packed = "delta" if key.part.startswith("p") else "extra"
+    kinds = {"log": "claim, floor", "pack": f"pack of {packed}s"}
     assert found == [kinds.get(key.kind, key.kind)]
 
 
@@ -186,3 +185,11 @@ def test_invariants_are_numbered_and_their_rules_exist() -> None:
     source = "".join(path.read_text() for path in DOCUMENT.parent.glob("*.py"))
     raised = set(re.findall(r'rule="([a-z0-9-]+)"', source))
     assert named - {"base_every"} == raised - {"array-missing"}
+
+
+def test_packs_are_those_of_the_zarr_tier() -> None:
+    """A pack's attributes, and those of each record in it, have the names that are written."""
+    sealed = record.decode_header(BYTES["delta"])
+    attributes = json.loads(pack_document(0, 0, [("key", sealed, 0)]))["attributes"]
+    assert set(attributes) == set(DECODER.column("pack", "attribute"))
+    assert set(attributes["records"][0]) == set(DECODER.column("packed", "field"))
