@@ -14,6 +14,7 @@ import threading
 from adacheck_store.format.errors import UsageError
 
 POINTS = (
+    "lmdb.marker",
     "lmdb.create",
     "lmdb.page",
     "lmdb.head",

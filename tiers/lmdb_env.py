@@ -95,9 +95,11 @@ class LmdbEnv:
         draft = os.path.join(self.path, f".new-{secrets.token_hex(4)}")
         try:
             env = lmdb.open(draft, map_size=1 << 20, metasync=True, lock=False)
+            failpoints.hit("lmdb.marker.before")
             with env.begin(write=True) as txn:
                 marker = {"format": FORMAT, "version": VERSION}
                 txn.put(MARKER_KEY, json.dumps(marker, sort_keys=True).encode())
+            failpoints.hit("lmdb.marker.after")
             env.close()
             durable.rename(os.path.join(draft, DATA_FILE), target, "lmdb.create")
             durable.fsync_path(self.path, "local.folder.fsync")
