@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from adacheck_store.format.errors import (
     AdaCheckError,
+    FormatError,
     RecordNotFoundError,
     ReplayMismatchError,
     TermError,
@@ -283,11 +284,22 @@ class Upkeep:
         near, far = self._store.near, self._store.far
         try:
             self.progress.bytes_drained += copy_records(near, far, batch)
-        except RecordNotFoundError:
-            # Pruned or quarantined since it was stored: what is left goes one by one.
+        except (RecordNotFoundError, FormatError) as error:
             if len(batch) > 1:
                 for key in batch:
                     self._drain_batch([key])
+            else:
+                self._given_up(parse_key(batch[0]), error)
+
+    def _given_up(self, key: Key, error: AdaCheckError) -> None:
+        """A record that is gone or damaged in the near tier must not hold up those after it."""
+        if isinstance(error, RecordNotFoundError) and key.step < self.progress.near_floor:
+            return  # pruned since it was stored
+        log.warning("not drained: %s", error.at(tier=self._store.near.traits.name, key=str(key)))
+        with self._changed:
+            folded = self._tail.base is not None and key.step <= self._tail.base.step
+        if key.kind == "delta" and key.term == str(self._term) and not folded:
+            self._distrust(f"the delta of step {key.step} is damaged", key.step)
 
     def _check_fence(self) -> None:
         """Before anything drained counts as acknowledged: does a newer term own the run?"""
