@@ -1,0 +1,175 @@
+"""Compact a chain by hand: fold it to a replayed base at a step, in the object tier.
+
+A base lies under a random token and is written once, so this is safe beside a live writer, can
+be killed anywhere, and done again changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from adacheck_store.catalog import RecordRef, read_catalog
+from adacheck_store.compact import ReplayedBase
+from adacheck_store.drain import TierSource
+from adacheck_store.fetch import Fetcher
+from adacheck_store.format.errors import (
+    AdaCheckError,
+    RecordNotFoundError,
+    TierDamagedError,
+    TierReadOnlyError,
+)
+from adacheck_store.format.keys import layout_key, manifest_key
+from adacheck_store.format.record import Block
+from adacheck_store.recovery import PartPlan, RestorePlan
+from adacheck_store.restore import carry_out, open_layout
+from adacheck_store.retention import read_back
+from adacheck_store.store import Store
+from adacheck_store.tiers.base import Source, Tier
+
+from .rows import Progress, choose_run, silent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompactRow:
+    """What became of a part: ``folded`` into a base, ``copied`` from another tier, ``present``.
+
+    ``reasons`` say why newer steps were not taken.
+    """
+
+    run: str
+    term: str
+    part: str
+    step: int
+    tier: str
+    done: str
+    key: str
+    base_step: int
+    deltas: int
+    exactness: str
+    nbytes: int
+    reasons: tuple[str, ...] = ()
+
+
+def compact(
+    store: Store, run: str = "", *, to: int | None = None, progress: Progress = silent
+) -> Iterator[CompactRow]:
+    """Make a base of step ``to`` (default: the newest provable) in the object tier, part by part.
+
+    What is written is read back and verified. Raises `NotProvableError` for a step that cannot
+    be produced, `TierFullError`, `TierReadOnlyError`.
+    """
+    name = choose_run(store, run)
+    tier = store.far
+    if getattr(tier, "readonly", False):
+        raise TierReadOnlyError(
+            "only this node's LMDB is there, and it is open for reading", run=name,
+            hint="bring the object tier back", tier=tier.traits.name,
+        )  # fmt: skip
+    rows = carry_out(
+        store.tiers, name,
+        lambda fetcher, plan: [
+            _compact_part(store, tier, fetcher, plan, part, progress) for part in plan.parts
+        ],
+        step=to,
+    )  # fmt: skip
+    for row in rows.result:
+        yield replace(row, reasons=rows.reasons)
+
+
+def _compact_part(
+    store: Store, tier: Tier, fetcher: Fetcher, plan: RestorePlan, part: PartPlan,
+    progress: Progress,
+) -> CompactRow:  # fmt: skip
+    held = _held(tier, plan, part)
+    source: Source
+    if held is not None:
+        return _row(tier, plan, part, "present", held.key, held.nbytes, held.exactness)
+    if not part.deltas:
+        holder = next(t for t in store.tiers if t.traits.name in part.base.tiers)
+        source, done = TierSource(holder, part.base.key), "copied"
+    else:
+        layout = open_layout(store.tiers, plan.run, part.layout)
+        base = ReplayedBase(
+            fetcher, layout, part, run=plan.run, term=plan.term, step=plan.step,
+            manifest=plan.manifest_id,
+        )  # fmt: skip
+        what = f"base {plan.step} of part {part.part}"
+        source, done = _Watched(base, progress, what, part.base.nbytes), "folded"
+    tier.put([*_documents(store, tier, plan, part), source])
+    tier.sync()
+    ref = _held(tier, plan, part)
+    if ref is None:
+        raise TierDamagedError(
+            "the base does not verify right after it was written", run=plan.run, step=plan.step,
+            tier=tier.traits.name, key=source.key, hint="check the medium; the chain is untouched",
+        )  # fmt: skip
+    return _row(tier, plan, part, done, source.key, ref.nbytes, ref.exactness)
+
+
+class _Watched:
+    """A replayed base as a source whose progress is told."""
+
+    def __init__(self, base: ReplayedBase, progress: Progress, what: str, total: int) -> None:
+        self._base, self._progress, self._what, self._total = base, progress, what, total
+        self.key = base.key
+        self.expected_id = base.expected_id
+        self.seal = base.seal
+
+    def blocks(self) -> Iterator[Block]:
+        """The base's blocks."""
+        done = 0
+        for block in self._base.blocks():
+            yield block
+            done += block.data.nbytes
+            self._progress(self._what, min(done, self._total), self._total)
+
+
+def _held(tier: Tier, plan: RestorePlan, part: PartPlan) -> RecordRef | None:
+    """A base of the step in the tier that follows the same chain and verifies."""
+    found = read_catalog([tier], plan.run).bases.get((plan.term, part.part), ())
+    for ref in found:
+        if ref.step == plan.step and ref.parent == part.link and ref.layout == part.layout:
+            try:
+                read_back(tier, [ref])
+            except AdaCheckError:
+                continue
+            return ref
+    return None
+
+
+def _documents(store: Store, tier: Tier, plan: RestorePlan, part: PartPlan) -> list[Source]:
+    """The layout and the manifest revision, where the tier has not got them."""
+    missing: list[Source] = []
+    for key in (
+        str(layout_key(plan.run, part.layout)),
+        str(manifest_key(plan.run, plan.term, plan.manifest.step)),
+    ):
+        try:
+            tier.head(key)
+        except RecordNotFoundError:
+            holder = _holder(store, key)
+            if holder is not None:
+                missing.append(TierSource(holder, key))
+    return missing
+
+
+def _holder(store: Store, key: str) -> Tier | None:
+    for tier in store.tiers:
+        try:
+            tier.head(key)
+        except AdaCheckError:
+            continue
+        return tier
+    return None
+
+
+def _row(
+    tier: Tier, plan: RestorePlan, part: PartPlan, done: str, key: str, nbytes: int,
+    exactness: str,
+) -> CompactRow:  # fmt: skip
+    return CompactRow(
+        run=plan.run, term=plan.term, part=part.part, step=plan.step, tier=tier.traits.name,
+        done=done, key=key, base_step=part.base.step, deltas=len(part.deltas),
+        exactness=exactness, nbytes=nbytes,
+    )  # fmt: skip
