@@ -15,6 +15,8 @@ from adacheck_store.format.record import Record, decode_record, verify_record
 from tests.golden.make_v1 import FOLDER
 
 Json = Any
+LONE = "\ud800"
+Change = Callable[[dict[str, Json]], object]
 NAMES = sorted(path.stem for path in FOLDER.glob("*.safetensors"))
 DECODERS: dict[str, Callable[[Head], Any]] = {
     "manifest": decode_manifest, "layout": decode_layout, "base": decode_base,
@@ -85,3 +87,38 @@ def read(data: bytes) -> tuple[Record, Any]:
 def sealed_of(name: str) -> SealedHead:
     """A golden record's sealed head."""
     return decode_record(golden_bytes(name)).sealed
+
+
+def put(value: Json, *path: Json) -> Change:
+    """A change that puts a value at a path of the head."""
+
+    def change(head: dict[str, Json]) -> None:
+        at: Json = head
+        for name in path[:-1]:
+            at = at[name]
+        if isinstance(at, list) and path[-1] == len(at):
+            at.append(value)
+        else:
+            at[path[-1]] = value
+
+    return change
+
+
+def drop(*path: Json) -> Change:
+    """A change that removes what lies at a path of the head."""
+
+    def change(head: dict[str, Json]) -> None:
+        at: Json = head
+        for name in path[:-1]:
+            at = at[name]
+        del at[path[-1]]
+
+    return change
+
+
+def nested(depth: int) -> Json:
+    """A list in a list in a list."""
+    value: Json = []
+    for _ in range(depth - 1):
+        value = [value]
+    return value

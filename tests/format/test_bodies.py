@@ -7,8 +7,18 @@ import pytest
 from adacheck_store.format import bodies, layout, manifest
 from adacheck_store.format.canonical import MAX_VALUE_DEPTH
 from adacheck_store.format.errors import AdaCheckError, MalformedError
-from tests.format.forge import DECODERS, Json, forge, golden_head, read, sealed_of
-from tests.format.test_hostile import Change, drop, nested, put
+from tests.format.forge import (
+    DECODERS,
+    Change,
+    Json,
+    drop,
+    forge,
+    golden_head,
+    nested,
+    put,
+    read,
+    sealed_of,
+)
 
 HUGE = 2**53
 
