@@ -45,6 +45,7 @@ class Assembly:
             block_bytes=self._blocks.area_bytes, timeout_s=settings.stall_timeout_s,
         )  # fmt: skip
         self.watch = OutsideWatch(binding)
+        self.stager.release_area(self.stager.area())  # page faults belong here, not in a step
         self.encoder = Encoder(binding, self._blocks, self._filled_area)
 
     def _filled_area(self) -> StateArea:
@@ -65,7 +66,7 @@ class Assembly:
         buffer = self.stager.acquire()
         copies = self.watch.stage(buffer)
         buffer.landed(self.stager.device)
-        buffer.wait()
+        buffer.settle()
         self.watch.rebase()
         self.encoder.stored.rebase(copies)
         groups = boundary_groups(self.binding)

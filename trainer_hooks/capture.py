@@ -25,6 +25,9 @@ from .layouts import Binding
 from .outside import OutsideWatch
 from .stager import HostBuffer, Stager, copy, staged_dtype
 
+FUSED_WIDTH = 16
+"""Elements that the widest fused kernel takes at once (AVX-512; 8 under AVX2)."""
+
 _Args = tuple[Any, ...]
 _Kwargs = dict[str, Any]
 
@@ -68,7 +71,8 @@ class Capture:
         self._listener = listener
         self._pre = optimizer.register_step_pre_hook(self._before)
         self._post = optimizer.register_step_post_hook(self._after)
-        optimizer._optimizer_step_post_hooks.move_to_end(self._post.id, last=False)  # type: ignore[attr-defined]
+        hooks: Any = optimizer._optimizer_step_post_hooks
+        hooks.move_to_end(self._post.id, last=False)
         self._binding: Binding | None = None
         self._stager: Stager
         self._watch: OutsideWatch
@@ -100,9 +104,9 @@ class Capture:
         """Hand over the buffer of this boundary with the update in it, if there was one."""
         buffer = self._buffer or self._stager.acquire()
         update, self._update, self._buffer = self._update, None, None
-        pre = self._optimizer._optimizer_step_pre_hooks
-        if next(reversed(pre)) != self._pre.id:
-            pre.move_to_end(self._pre.id)  # type: ignore[attr-defined]
+        hooks: Any = self._optimizer._optimizer_step_pre_hooks
+        if next(reversed(hooks)) != self._pre.id:
+            hooks.move_to_end(self._pre.id)
         return buffer, update
 
     def _roles_of(self, group: dict[str, Any]) -> tuple[str, ...]:
@@ -218,6 +222,18 @@ class Capture:
         group = self._optimizer.param_groups[self._groups[index]]
         return bool(group.get("nesterov"))
 
+    def _walks_otherwise(self, param: torch.Tensor, grad: torch.Tensor) -> bool:
+        """Whether torch's fused CPU kernel meets the elements in another order than a fold.
+
+        It walks memory, and treats the last elements of a tensor differently: in a parameter
+        that does not lie in C order they are others, and a gradient must lie like its parameter.
+        """
+        if param.device.type != "cpu":
+            return False
+        if grad.stride() != param.stride() and not (grad.is_contiguous() and param.is_contiguous()):
+            return True
+        return not param.is_contiguous() and param.numel() % FUSED_WIDTH != 0
+
     def _after(self, optimizer: torch.optim.Optimizer, args: _Args, kwargs: _Kwargs) -> None:
         if self._binding is None:
             return
@@ -235,12 +251,15 @@ class Capture:
         groups = tuple(group_values(group) for group in self._optimizer.param_groups)
         update = CapturedUpdate(groups, [False] * len(self._params), scales=self._scales)
         self._scales = []
+        fused = any(group.get("fused") for group in self._optimizer.param_groups)
         targets, sources = [], []
         for index, param in enumerate(self._params):
             grad = param.grad
             if grad is None:
                 continue
             update.given[index] = True
+            if fused and self._walks_otherwise(param, grad):
+                self._watch.mark(index)
             early = self._early.get(index)
             if early is not None and early[0] is grad:
                 if early[1] == grad._version or self._spoils(index):

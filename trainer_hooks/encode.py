@@ -255,7 +255,7 @@ class ClosedBoundary:
 
     def _encode(self) -> tuple[DeltaBody, dict[str, torch.Tensor]]:
         assert self.buffer is not None, "released"
-        self.buffer.wait()
+        self.buffer.settle()
         arrays: dict[str, torch.Tensor] = {}
         updates: list[Update] = []
         if self.update is not None:
@@ -282,7 +282,7 @@ class ClosedBoundary:
         if self.area is None or not (self.start or self.gap is not None):
             return None
         if self.buffer is not None:
-            self.buffer.wait()
+            self.buffer.settle()
         self.encoder.stored.rebase(self.copies)
         arrays = {name: self.area.arrays[name] for name in self.arrays}
         return base_record(

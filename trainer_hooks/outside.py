@@ -68,13 +68,16 @@ class OutsideWatch:
         """The optimizer has updated the parameters."""
         self._marks = [mark_of(param) for param in self._params]
 
+    def mark(self, index: int) -> None:
+        """Keep this trained slot anew at the coming boundary: its update cannot be folded."""
+        self._edited.add(index)
+
     def note_edits(self) -> None:
         """Remember trained parameters that were changed since the optimizer's last update."""
-        for index, param in enumerate(self._params):
-            if (param._version, param.data_ptr()) != self._marks[index]:
-                self._edited.add(index)
-        if self._edited:
-            self.stepped()
+        found = [mark_of(param) for param in self._params]
+        if found != self._marks:
+            self._edited |= {i for i, mark in enumerate(found) if mark != self._marks[i]}
+            self._marks = found
 
     def stage(self, buffer: HostBuffer) -> list[SetCopy]:
         """Copies of what may have changed otherwise since the last boundary."""

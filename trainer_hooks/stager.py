@@ -73,7 +73,7 @@ class HostBuffer:
             self._event = torch.cuda.Event()
             self._event.record()
 
-    def wait(self) -> None:
+    def settle(self) -> None:
         """Wait until all copies have landed (writer's thread)."""
         if self._event is not None:
             self._event.synchronize()
