@@ -19,17 +19,30 @@ from .catalog import Catalog, RecordRef
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """A term's stretch of the line: steps ``first`` .. ``last`` (None: open end)."""
+    """A term's stretch of the line: steps ``first`` .. ``last`` (None: open end).
+
+    ``manifest`` is the newest revision; ``revisions`` are all that were found, oldest first.
+    """
 
     term: str
     manifest_id: str
     manifest: Manifest
     first: int
     last: int | None
+    revisions: tuple[tuple[str, Manifest], ...] = ()
 
     def covers(self, step: int) -> bool:
-        """True if the step belongs to this term."""
+        """True if the step belongs to this term (a fork step to both, the parent first)."""
         return self.first <= step and (self.last is None or step <= self.last)
+
+    def revision(self, step: int) -> tuple[str, Manifest]:
+        """The revision in force at a step: the newest that begins at or before it."""
+        found = (self.manifest_id, self.manifest)
+        for identity, manifest in reversed(self.revisions):
+            found = (identity, manifest)
+            if manifest.step <= step:
+                break
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +50,7 @@ class Proof:
     """How a part's state at a step is produced: a base, or a proof one step before and a delta."""
 
     link: str
+    layout: str
     base: RecordRef | None = None
     delta: RecordRef | None = None
     prior: Proof | None = None
@@ -88,59 +102,52 @@ class RestorePlan:
 def line_of(catalog: Catalog, term: str = "") -> tuple[Segment, ...]:
     """The line, oldest term first; the branch that ends in ``term`` if given.
 
-    Raises `RestoreError` for a run without manifest, `ChainBrokenError` if an ancestor's
-    manifest is nowhere to be found.
+    Raises `RestoreError` for a run without manifest, `ChainBrokenError` if an ancestor's is gone.
     """
     if catalog.empty:
         raise RestoreError(
             "nothing of this run is in the store", run=catalog.run,
             hint="check the store's URL and the run's name",
         )  # fmt: skip
+    segments, missing = _walk(catalog, term or max(m.term for m in catalog.manifests.values()))
+    if missing and not segments:
+        raise RestoreError("no such term", run=catalog.run, term=term, hint="list them with log")
+    if missing:
+        raise ChainBrokenError(
+            "the manifest of an ancestor term is missing", run=catalog.run, term=missing,
+            hint="restore a newer base by naming its term, or bring the missing tier back",
+        )  # fmt: skip
+    return segments
+
+
+def tolerant_line(catalog: Catalog, term: str = "") -> tuple[Segment, ...]:
+    """The line as far back as manifests reach: an ancestor that is gone ends it."""
+    if not catalog.empty:
+        segments = _walk(catalog, term or max(m.term for m in catalog.manifests.values()))[0]
+        if segments:
+            return segments
+    return line_of(catalog, term)
+
+
+def _walk(catalog: Catalog, term: str) -> tuple[tuple[Segment, ...], str]:
+    """Segments from a term back to the root, oldest first; and the term that was not found."""
     by_term: dict[str, list[tuple[str, Manifest]]] = defaultdict(list)
     for identity, manifest in catalog.manifests.items():
         by_term[manifest.term].append((identity, manifest))
-    at = term or max(by_term)
-    if at not in by_term:
-        raise RestoreError("no such term", run=catalog.run, term=at, hint="list them with log")
     segments: list[Segment] = []
     last: int | None = None
-    while at:
-        if at not in by_term or any(segment.term == at for segment in segments):
-            raise ChainBrokenError(
-                "the manifest of an ancestor term is missing", run=catalog.run, term=at,
-                hint="restore a newer base by naming its term, or bring the missing tier back",
-            )  # fmt: skip
-        identity, manifest = max(by_term[at], key=lambda item: item[1].step)
-        first = min(m.step for _, m in by_term[at])
+    while term:
+        if term not in by_term or any(segment.term == term for segment in segments):
+            return tuple(reversed(segments)), term
+        revisions = tuple(sorted(by_term[term], key=lambda item: (item[1].step, item[0])))
+        identity, manifest = revisions[-1]
+        origin = revisions[0][1]
         segments.append(
-            Segment(term=at, manifest_id=identity, manifest=manifest, first=first, last=last)
-        )
-        origin = min((m for _, m in by_term[at]), key=lambda m: m.step)
-        at, last = origin.parent_term, origin.fork_step
-    return tuple(reversed(segments))
-
-
-def tolerant_line(catalog: Catalog) -> tuple[Segment, ...]:
-    """The line as far back as manifests reach: an ancestor that is gone ends it."""
-    try:
-        return line_of(catalog)
-    except ChainBrokenError as error:
-        lost = str(error.place.get("term", ""))
-    segments: list[Segment] = []
-    at, last = max(m.term for m in catalog.manifests.values()), None
-    while at and at != lost:
-        found = [(i, m) for i, m in catalog.manifests.items() if m.term == at]
-        identity, manifest = max(found, key=lambda item: item[1].step)
-        origin = min((m for _, m in found), key=lambda m: m.step)
-        segments.append(
-            Segment(term=at, manifest_id=identity, manifest=manifest, first=origin.step, last=last)
-        )
-        at, last = origin.parent_term, origin.fork_step
-    return tuple(reversed(segments))
-
-
-def _manifest_ids(catalog: Catalog, term: str) -> set[str]:
-    return {identity for identity, m in catalog.manifests.items() if m.term == term}
+            Segment(term=term, manifest_id=identity, manifest=manifest, first=origin.step,
+                    last=last, revisions=revisions)
+        )  # fmt: skip
+        term, last = origin.parent_term, origin.fork_step
+    return tuple(reversed(segments)), ""
 
 
 def _unprovable(bases: Sequence[RecordRef]) -> set[int]:
@@ -152,69 +159,68 @@ def _unprovable(bases: Sequence[RecordRef]) -> set[int]:
     return steps
 
 
-def prove_part(catalog: Catalog, line: Sequence[Segment], part: str) -> dict[int, dict[str, Proof]]:
-    """Every provable step of a part along the line: step -> link -> proof."""
-    proven: dict[int, dict[str, Proof]] = {}
+Proofs = dict[int, dict[str, Proof]]
+"""Step -> link -> proof: what is provable of a part within one term."""
+
+
+def _by_step(refs: Sequence[RecordRef]) -> dict[int, list[RecordRef]]:
+    found: dict[int, list[RecordRef]] = defaultdict(list)
+    for ref in refs:
+        found[ref.step].append(ref)
+    return found
+
+
+def prove_part(catalog: Catalog, line: Sequence[Segment], part: str) -> dict[str, Proofs]:
+    """Every provable step of a part along the line, by term."""
+    proven: dict[str, Proofs] = {}
+    parent: Proofs = {}
     for segment in line:
-        place = (segment.term, part)
-        bases: dict[int, list[RecordRef]] = defaultdict(list)
-        deltas: dict[int, list[RecordRef]] = defaultdict(list)
-        for ref in catalog.bases.get(place, ()):
-            bases[ref.step].append(ref)
-        for ref in catalog.deltas.get(place, ()):
-            deltas[ref.step].append(ref)
-        blocked = _unprovable(catalog.bases.get(place, ()))
-        steps = sorted(s for s in {*bases, *deltas} if segment.covers(s))
-        inherited = _inherited(catalog, segment, proven, part)
-        for step in steps:
-            before = proven.get(step - 1, {})
-            if step - 1 == segment.first:
-                before = {**before, **inherited}
-            here: dict[str, Proof] = {}
-            for ref in deltas[step]:
-                prior = before.get(ref.parent)
-                if prior is not None and step not in blocked:
-                    here[ref.id] = Proof(ref.id, delta=ref, prior=prior, length=prior.length + 1)
-            for ref in sorted(bases[step], key=_base_preference):
-                here[ref.parent] = Proof(ref.parent, base=ref)
-            if here and step == segment.first and segment.manifest.parent_term:
-                proven.setdefault(step, {}).update(here)
-            elif here:
-                proven[step] = here
+        parent = proven[segment.term] = _prove_segment(catalog, segment, part, parent)
     return proven
 
 
-def _base_preference(ref: RecordRef) -> tuple[bool, int, str]:
-    """Later is better: captured over replayed, then more holders, then any fixed order."""
-    return (ref.origin == "captured", len(ref.tiers), ref.key)
+def _prove_segment(catalog: Catalog, segment: Segment, part: str, parent: Proofs) -> Proofs:
+    """Every step of a term that its own records prove, given the parent's proofs.
+
+    At its first step a term with a parent has what the tips give, under the links that its first
+    delta may name. A base replayed within a gap was folded through what the gap disowns.
+    """
+    place = (segment.term, part)
+    bases = _by_step(catalog.bases.get(place, ()))
+    deltas = _by_step(catalog.deltas.get(place, ()))
+    blocked = _unprovable(catalog.bases.get(place, ()))
+    opening = _inherited(segment, parent, part)
+    proven: Proofs = {segment.first: opening} if opening else {}
+    for step in sorted(s for s in {*bases, *deltas} if segment.covers(s)):
+        before = proven.get(step - 1, {})
+        here = dict(proven.get(step, {}))
+        for ref in () if step in blocked else deltas[step]:
+            prior = before.get(ref.parent)
+            if prior is not None and prior.layout == ref.layout:
+                here[ref.id] = Proof(
+                    ref.id, ref.layout, delta=ref, prior=prior, length=prior.length + 1
+                )
+        for ref in sorted(bases[step], key=lambda ref: _base_preference(catalog, ref)):
+            if ref.origin == "captured" or step not in blocked:
+                here[ref.parent] = Proof(ref.parent, ref.layout, base=ref)
+        if here:
+            proven[step] = here
+    return proven
 
 
-def _inherited(
-    catalog: Catalog, segment: Segment, proven: Mapping[int, Mapping[str, Proof]], part: str
-) -> dict[str, Proof]:
+def _base_preference(catalog: Catalog, ref: RecordRef) -> tuple[bool, bool, int, str]:
+    """Later is better: its revision known, captured, more holders, then any fixed order."""
+    known = ref.manifest in catalog.manifests
+    return (known, ref.origin == "captured", len(ref.tiers), ref.key)
+
+
+def _inherited(segment: Segment, parent: Proofs, part: str) -> dict[str, Proof]:
     """The parent's state at the fork step, under the links that this term's first delta names."""
     tip = segment.manifest.tips.get(part, "")
-    proof = proven.get(segment.first, {}).get(tip)
+    proof = parent.get(segment.first, {}).get(tip)
     if proof is None or not segment.manifest.parent_term:
         return {}
-    return dict.fromkeys(_manifest_ids(catalog, segment.term), proof)
-
-
-def _prove_extra(
-    catalog: Catalog, segment: Segment, rank: str, step: int
-) -> tuple[RecordRef, ...] | None:
-    """A rank's extra at a step with the earlier extras it refers to."""
-    refs = catalog.extras.get((segment.term, rank), ())
-    here = [ref for ref in refs if ref.step == step]
-    if len({ref.id for ref in here}) != 1:
-        return None
-    found = [here[0]]
-    for earlier in here[0].refs:
-        match = [ref for ref in refs if ref.step == earlier]
-        if len({ref.id for ref in match}) != 1:
-            return None
-        found.append(match[0])
-    return tuple(found)
+    return {identity: replace(proof, link=identity) for identity, _ in segment.revisions}
 
 
 class Prover:
@@ -223,15 +229,19 @@ class Prover:
     def __init__(self, catalog: Catalog, line: Sequence[Segment]) -> None:
         self.catalog = catalog
         self.line = tuple(line)
-        parts = {entry.name for segment in self.line for entry in segment.manifest.parts}
+        parts = {
+            entry.name
+            for segment in self.line
+            for _, manifest in segment.revisions
+            for entry in manifest.parts
+        }
         self.parts = {part: prove_part(catalog, self.line, part) for part in sorted(parts)}
+        self._extras = {place: _by_step(refs) for place, refs in catalog.extras.items()}
+        self._held: dict[tuple[str, str], tuple[set[int], set[int]]] = {}
 
     def segment_of(self, step: int) -> Segment | None:
         """The term a step belongs to; a fork step belongs to the parent."""
-        for segment in self.line:
-            if segment.covers(step):
-                return segment
-        return None
+        return next((segment for segment in self.line if segment.covers(step)), None)
 
     def seen_steps(self) -> list[int]:
         """Every step of which the line has any record, newest first."""
@@ -244,48 +254,112 @@ class Prover:
         return sorted(steps, reverse=True)
 
     def prove(self, step: int) -> RestorePlan | str:
-        """A plan for the step, or why there is none."""
-        segment = self.segment_of(step)
-        if segment is None:
-            return f"step {step} lies before the line begins"
-        plans: list[PartPlan] = []
-        for entry in segment.manifest.parts:
-            proofs = self.parts[entry.name].get(step, {})
-            if not proofs:
-                return f"step {step}: {self._why(segment, entry.name, step)}"
-            if len(proofs) > 1 and len({p.link for p in proofs.values() if p.delta}) > 1:
-                return f"step {step}: part {entry.name} has two deltas of different ids"
-            proof = min(proofs.values(), key=lambda p: (p.length, p.link))
-            base, deltas = proof.records()
-            if base.layout not in self.catalog.layouts:
-                return f"step {step}: the layout of part {entry.name} is missing"
-            plans.append(
-                PartPlan(part=entry.name, layout=base.layout, base=base, deltas=deltas,
-                         link=proof.link)
-            )  # fmt: skip
-        extras: dict[str, tuple[RecordRef, ...]] = {}
-        for rank in segment.manifest.ranks:
-            found = _prove_extra(self.catalog, segment, rank, step)
-            if found is None:
-                return f"step {step}: the extra of rank {rank} is missing"
-            extras[rank] = found
-        return RestorePlan(
-            run=self.catalog.run, term=segment.term, step=step, manifest=segment.manifest,
-            manifest_id=segment.manifest_id, parts=tuple(plans), extras=extras, newest=step,
-        )  # fmt: skip
+        """A plan for the step, or why there is none.
 
-    def _why(self, segment: Segment, part: str, step: int) -> str:
-        deltas = self.catalog.deltas.get((segment.term, part), ())
-        bases = self.catalog.bases.get((segment.term, part), ())
-        if step in _unprovable(bases):
-            return f"part {part} is unprovable here (a gap, re-based later)"
-        if not any(ref.step == step for ref in (*deltas, *bases)):
-            return f"part {part} has no delta and no base"
-        return f"part {part} has a delta, but no base that its chain reaches"
+        A fork step is the parent's; where the parent's records do not give it, what the child
+        put down when it opened may.
+        """
+        why = ""
+        for segment in self.line:
+            if segment.covers(step):
+                chosen = self._choose(segment, step)
+                if not isinstance(chosen, str):
+                    return self._plan(segment, step, *chosen)
+                why = why or f"step {step}: {chosen}"
+        return why or f"step {step} lies before the line begins"
 
     def provable_steps(self) -> list[int]:
         """All provable steps of the line, oldest first."""
-        return [s for s in reversed(self.seen_steps()) if isinstance(self.prove(s), RestorePlan)]
+        return [
+            step for step in reversed(self.seen_steps())
+            if any(
+                not isinstance(self._choose(segment, step), str)
+                for segment in self.line if segment.covers(step)
+            )
+        ]  # fmt: skip
+
+    def _choose(
+        self, segment: Segment, step: int
+    ) -> tuple[dict[str, Proof], dict[str, tuple[RecordRef, ...]]] | str:
+        """A proof for each part and the extras of each rank within a term, or why not."""
+        manifest = segment.revision(step)[1]
+        proofs: dict[str, Proof] = {}
+        for entry in manifest.parts:
+            found = self._proof(segment, entry.name, step)
+            if isinstance(found, str):
+                return f"part {entry.name} {found}"
+            proofs[entry.name] = found
+        extras: dict[str, tuple[RecordRef, ...]] = {}
+        for rank in manifest.ranks:
+            refs = self._extra(segment, rank, step)
+            if isinstance(refs, str):
+                return f"the extra of rank {rank} {refs}"
+            extras[rank] = refs
+        return proofs, extras
+
+    def _proof(self, segment: Segment, part: str, step: int) -> Proof | str:
+        proofs = self.parts[part].get(segment.term, {}).get(step, {})
+        starts = {identity for identity, _ in segment.revisions}
+        if not proofs:
+            return self._why(segment, part, step)
+        if len(proofs.keys() - starts) > 1:
+            return "has two records of different ids for this step"
+        why = ""
+        for proof in sorted(proofs.values(), key=lambda p: (p.length, p.link)):
+            last = proof.base if proof.delta is None else proof.delta
+            if last is None or last.manifest not in self.catalog.manifests:
+                why = "was written under a manifest revision that is missing"
+            elif proof.layout not in self.catalog.layouts:
+                why = f"has layout {proof.layout[:16]}, which is missing"
+            else:
+                return proof
+        return why
+
+    def _extra(self, segment: Segment, rank: str, step: int) -> tuple[RecordRef, ...] | str:
+        """A rank's extra at a step, and the earlier extras it refers to."""
+        by_step = self._extras.get((segment.term, rank), {})
+        found: list[RecordRef] = []
+        wanted = [step]
+        for at in wanted:
+            here = by_step.get(at, [])
+            where = "" if at == step else f"refers to that of step {at}, which "
+            if not here:
+                return f"{where}is missing"
+            if len({ref.id for ref in here}) > 1:
+                return f"{where}has two ids"
+            found.append(here[0])
+            if at == step:
+                wanted.extend(earlier for earlier in here[0].refs if earlier != step)
+        return tuple(found)
+
+    def _plan(
+        self, segment: Segment, step: int, proofs: Mapping[str, Proof],
+        extras: Mapping[str, tuple[RecordRef, ...]],
+    ) -> RestorePlan:  # fmt: skip
+        identity, manifest = segment.revision(step)
+        plans = []
+        for part, proof in proofs.items():
+            base, deltas = proof.records()
+            plans.append(
+                PartPlan(part=part, layout=proof.layout, base=base, deltas=deltas, link=proof.link)
+            )
+        return RestorePlan(
+            run=self.catalog.run, term=segment.term, step=step, manifest=manifest,
+            manifest_id=identity, parts=tuple(plans), extras=extras, newest=step,
+        )  # fmt: skip
+
+    def _why(self, segment: Segment, part: str, step: int) -> str:
+        place = (segment.term, part)
+        if place not in self._held:
+            bases = self.catalog.bases.get(place, ())
+            held = {ref.step for ref in (*bases, *self.catalog.deltas.get(place, ()))}
+            self._held[place] = held, _unprovable(bases)
+        held, blocked = self._held[place]
+        if step in blocked:
+            return "is unprovable here (a gap, re-based later)"
+        if step not in held:
+            return "has no delta and no base"
+        return "has a delta, but no base that its chain reaches"
 
 
 def plan_restore(catalog: Catalog, step: int | None = None, term: str = "") -> RestorePlan:
@@ -294,7 +368,7 @@ def plan_restore(catalog: Catalog, step: int | None = None, term: str = "") -> R
     Raises `RestoreError` for a run without history, `NotProvableError` naming the reasons and,
     for a step asked for, the nearest steps that are provable.
     """
-    line = line_of(catalog, term) if term else tolerant_line(_nonempty(catalog))
+    line = tolerant_line(catalog, term)
     prover = Prover(catalog, line)
     seen = prover.seen_steps()
     newest = seen[0] if seen else line[-1].first
@@ -302,33 +376,24 @@ def plan_restore(catalog: Catalog, step: int | None = None, term: str = "") -> R
         plan = prover.prove(step)
         if isinstance(plan, str):
             raise _refusal(catalog, prover, step, plan)
-        return _with_newest(plan, newest, ())
+        return replace(plan, newest=newest)
     reasons: list[str] = []
     for candidate in seen:
         plan = prover.prove(candidate)
         if isinstance(plan, RestorePlan):
-            return _with_newest(plan, newest, tuple(reasons))
+            return replace(plan, newest=newest, reasons=tuple(reasons))
         reasons.append(plan)
     summary = "; ".join(reasons[:5]) or "no base and no delta"
+    if line[0].manifest.parent_term:
+        summary += f"; the manifest of the term before, {line[0].manifest.parent_term}, is missing"
     raise NotProvableError(
         f"no step of the line can be proven: {summary}", run=catalog.run, term=line[-1].term,
         hint="fsck names the damage; older branches are reached by naming their term",
     )  # fmt: skip
 
 
-def _nonempty(catalog: Catalog) -> Catalog:
-    if catalog.empty:
-        line_of(catalog)
-    return catalog
-
-
-def _with_newest(plan: RestorePlan, newest: int, reasons: tuple[str, ...]) -> RestorePlan:
-    return replace(plan, newest=newest, reasons=reasons)
-
-
 def _refusal(catalog: Catalog, prover: Prover, step: int, why: str) -> NotProvableError:
     steps = prover.provable_steps()
-    below = [s for s in steps if s < step][-1:]
-    above = [s for s in steps if s > step][:1]
-    near = " and ".join(str(s) for s in (*below, *above)) or "none"
+    found = [s for s in steps if s < step][-1:] + [s for s in steps if s > step][:1]
+    near = " and ".join(map(str, found)) or "none"
     return NotProvableError(why, run=catalog.run, step=step, hint=f"nearest provable steps: {near}")

@@ -1,0 +1,141 @@
+"""The planner against an oracle: random histories, random damage, every step asked for."""
+
+import random
+import re
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from adacheck_store.catalog import Catalog, RecordRef
+from adacheck_store.format.errors import NotProvableError, RestoreError
+from adacheck_store.format.manifest import Manifest, PartEntry
+from adacheck_store.recovery import Prover, RestorePlan, plan_restore, tolerant_line
+from tests.core.histories import RUN, Author, History, Oracle, damaged, digest
+
+P, R = "p000000", "r000000"
+
+
+def carry_out(plan: RestorePlan, history: History, lost_gaps: bool) -> None:
+    """Fold symbolically: every delta must start where the state is, and end in the truth."""
+    for part in plan.parts:
+        value = history.holds[part.base.key]
+        for ref in part.deltas:
+            before, after = history.edges[ref.key + ref.id]
+            assert before == value, f"{ref.key} folded into another state"
+            value = after
+        for ref in (part.base, *part.deltas):
+            assert lost_gaps or ref.key not in history.disowned
+        assert value == history.truth[plan.term, part.part, plan.step]
+        assert part.layout == part.base.layout
+    for refs in plan.extras.values():
+        assert [ref.step for ref in refs] == [plan.step, *refs[0].refs]
+
+
+def compare(catalog: Catalog, history: History, term: str = "") -> None:
+    """Planner and oracle agree on every step and on the newest."""
+    if not catalog.manifests:
+        with pytest.raises(RestoreError, match="nothing of this run"):
+            plan_restore(catalog)
+        return
+    oracle = Oracle(catalog, history)
+    top = max((ref.step for ref in history.refs), default=0) + 2
+    lost_gaps = any(
+        ref.gap and ref not in catalog.bases.get((ref.term, ref.part), ()) for ref in history.refs
+    ) or len(catalog.manifests) < len(history.manifests)
+    provable = [step for step in range(top) if oracle.provable(step, term)]
+    if provable:
+        plan = plan_restore(catalog, term=term)
+        assert plan.step == provable[-1]
+        carry_out(plan, history, lost_gaps)
+    else:
+        with pytest.raises(NotProvableError, match="no step of the line can be proven"):
+            plan_restore(catalog, term=term)
+    for step in range(top):
+        if step in provable:
+            carry_out(plan_restore(catalog, step, term), history, lost_gaps)
+            continue
+        with pytest.raises(NotProvableError) as caught:
+            plan_restore(catalog, step, term)
+        named = [int(text) for text in re.findall(r"\d+", caught.value.hint)]
+        below = [s for s in provable if s < step][-1:]
+        above = [s for s in provable if s > step][:1]
+        assert named == [*below, *above]
+        assert caught.value.place["step"] == step
+
+
+@settings(max_examples=200)
+@given(st.integers(0, 2**32), st.integers(1, 50))
+def test_planner_equals_oracle(seed: int, actions: int) -> None:
+    rng = random.Random(seed)
+    history = Author(rng).write(actions)
+    catalog = damaged(history, rng)
+    compare(catalog, history)
+    terms = sorted({m.term for m in catalog.manifests.values()})
+    if terms:
+        compare(catalog, history, rng.choice(terms))
+
+
+@pytest.mark.slow
+@settings(max_examples=8000)
+@given(st.integers(0, 2**64), st.integers(1, 120))
+def test_planner_equals_oracle_at_length(seed: int, actions: int) -> None:
+    rng = random.Random(seed)
+    history = Author(rng).write(actions)
+    compare(damaged(history, rng), history)
+
+
+@settings(max_examples=50)
+@given(st.integers(0, 2**32), st.integers(1, 50))
+def test_an_undamaged_store_gives_no_disowned_step(seed: int, actions: int) -> None:
+    author = Author(random.Random(seed))
+    history = author.write(actions)
+    compare(author.catalog(), history)
+
+
+def chain(steps: int, base_every: int, *, extras: bool = True) -> Catalog:
+    """One term, one part, a base every so many steps."""
+    term = "t000001-" + "0" * 16
+    manifest = Manifest(run=RUN, term=term, step=0, ranks=(R,),
+                        parts=(PartEntry(name=P, layout=digest("l")),))  # fmt: skip
+    identity, link = digest("m"), digest("m")
+    bases, deltas, found = [], [], []
+    for step in range(steps + 1):
+        place = {"term": term, "part": P, "step": step, "manifest": identity,
+                 "layout": digest("l"), "tiers": ("near",), "nbytes": 1}  # fmt: skip
+        if step:
+            deltas.append(RecordRef(kind="delta", key=f"d{step}", id=digest(step), parent=link,
+                                    **place))  # fmt: skip
+            link = digest(step)
+        if step % base_every == 0:
+            bases.append(RecordRef(kind="base", key=f"b{step}", id=digest("b", step), parent=link,
+                                   origin="replayed" if step else "captured", **place))  # fmt: skip
+        place["part"] = R
+        found.append(RecordRef(kind="extra", key=f"e{step}", id=digest("e", step), parent="",
+                               **place))  # fmt: skip
+    return Catalog(
+        run=RUN, manifests={identity: manifest}, layouts={digest("l"): ("near",)},
+        bases={(term, P): tuple(bases)}, deltas={(term, P): tuple(deltas)},
+        extras={(term, R): tuple(found)} if extras else {},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("base_every", [64, 20_000])
+def test_ten_thousand_steps_plan_fast(base_every: int) -> None:
+    """Best, and worst: nothing provable at all, and every step asked about."""
+    good, bad = chain(10_000, base_every), chain(10_000, base_every, extras=False)
+    before = time.process_time()
+    assert plan_restore(good).step == 10_000
+    assert plan_restore(good, 3).step == 3
+    with pytest.raises(NotProvableError):
+        plan_restore(bad)
+    with pytest.raises(NotProvableError, match="nearest provable steps: 10000"):
+        plan_restore(good, 10_001)
+    assert len(Prover(good, tolerant_line(good)).provable_steps()) == 10_001
+    assert time.process_time() - before < 3.0
+
+
+def test_an_unknown_term_is_named() -> None:
+    with pytest.raises(RestoreError, match="no such term"):
+        plan_restore(chain(3, 2), term="t000009-" + "0" * 16)
