@@ -21,17 +21,17 @@ TERM = "t000001-0123456789abcdef"
 TOKEN = "0123456789abcdef"
 
 
-def puts() -> Iterator[list[RecordSource]]:
-    """What is put, the same bytes in every process."""
+def puts(big: int = 5 * MIB) -> Iterator[list[RecordSource]]:
+    """What is put, the same bytes in every process; ``big`` is the size of large arrays."""
     rng, world = random.Random(7), World(term=TERM)
     yield [*world.roots()]
     yield [
-        world.base(1, {"a/param": ("F32", rng.randbytes(9 * MIB)), "b/param": ("U8", b"x")}, TOKEN)
+        world.base(1, {"a/param": ("F32", rng.randbytes(2 * big)), "b/param": ("U8", b"x")}, TOKEN)
     ]
     for first in range(1, 9, 2):
         sources = []
         for step in (first, first + 1):
-            size = rng.choice([100, 20_000, 5 * MIB])
+            size = rng.choice([100, 20_000, big])
             sources.append(world.delta(step, {"0/a/grad.raw": ("U8", rng.randbytes(size))}))
             sources.append(world.extra(step, {"rng": ("U8", rng.randbytes(500))}))
         yield sources
