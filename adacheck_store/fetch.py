@@ -9,7 +9,13 @@ import numpy as np
 import torch
 
 from adacheck_store.format.dtypes import item_bytes
-from adacheck_store.format.errors import AdaCheckError, ChainError, DigestMismatchError
+from adacheck_store.format.errors import (
+    AdaCheckError,
+    ChainError,
+    DigestMismatchError,
+    FormatError,
+    RecordNotFoundError,
+)
 from adacheck_store.format.head import ArrayInfo, Head, SealedHead
 from adacheck_store.format.ids import BLOCK_BYTES, block_count
 from adacheck_store.format.record import block_nbytes, verify_block
@@ -33,8 +39,9 @@ class BlocksLostError(ChainError):
 class Fetcher:
     """Reads heads and blocks by reference, verified, nearest tier first.
 
-    A tier that fails for a record is not asked for it again. Counts blocks verified and which
-    tiers gave bytes. Not thread-safe.
+    Of a damaged record the blocks that verify are taken, the others from the next tier; a tier
+    that does not answer for a record is not asked for it again. Counts blocks verified and
+    which tiers gave bytes. Not thread-safe.
     """
 
     def __init__(self, tiers: Sequence[Tier]) -> None:
@@ -55,7 +62,7 @@ class Fetcher:
 
     def _lost(self, ref: RecordRef) -> BlocksLostError:
         pairs = [(name, ref.key) for name in ref.tiers]
-        messages = [str(e) for e in self.failures if e.place.get("key") == ref.key]
+        messages = dict.fromkeys(str(e) for e in self.failures if e.place.get("key") == ref.key)
         return BlocksLostError(ref, pairs, "; ".join(messages) or "it is held nowhere")
 
     def head(self, ref: RecordRef) -> SealedHead:
@@ -73,6 +80,7 @@ class Fetcher:
 
     def read(self, ref: RecordRef, info: ArrayInfo, first: int, count: int) -> memoryview:
         """Verified bytes of ``count`` blocks from ``first``; raises `BlocksLostError`."""
+        damaged = False
         for name in self._candidates(ref):
             try:
                 data = memoryview(self._tiers[name].read(ref.key, info.name, first, count))
@@ -81,6 +89,10 @@ class Fetcher:
                     size = block_nbytes(info, index)
                     verify_block(info, index, data[at : at + size])
                     at += size
+            except (FormatError, RecordNotFoundError) as error:
+                self.failures.append(error.at(tier=name, key=ref.key))
+                damaged = True
+                continue
             except AdaCheckError as error:
                 self._fail(ref, name, error)
                 continue
@@ -88,6 +100,9 @@ class Fetcher:
             self.bytes_read += len(data)
             self.used[name] = self.used.get(name, 0) + len(data)
             return data
+        if damaged and count > 1:  # no tier has them all right: each from whichever has it
+            singly = [self.read(ref, info, index, 1) for index in range(first, first + count)]
+            return memoryview(b"".join(singly))
         raise self._lost(ref)
 
 

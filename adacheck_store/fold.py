@@ -111,7 +111,12 @@ class Fold:
         self.base_step = base.head.step or 0
 
     def _same_arithmetic(self) -> bool:
-        """Whether this machine's vector equals the trainer's, for every delta."""
+        """Whether this machine's vector equals the trainer's, for every delta, from an exact base.
+
+        What follows a base with drift has drift too, whatever arithmetic it was folded with.
+        """
+        if self.base_body.exactness != "exact":
+            return False
         for index, name in enumerate(self.layout.optimizers):
             dtypes = sorted({
                 s.roles[0][1] for s in self.layout.sections if s.optimizer == index and s.slices
@@ -264,9 +269,9 @@ class Fold:
             span = last.storage_offset() + last.numel() - target.storage_offset()
             target = target.as_strided((span,), (1,))
         kept = delta.reader.elements(name, begin, begin + target.numel())
-        target.copy_(kept)
         if grad.scale is not None:
-            target.mul_(_scale(grad.scale))
+            kept = kept.to(torch.float32).mul_(_scale(grad.scale))
+        target.copy_(kept)
 
     def _apply_sets(
         self, section: Section, delta: Delta, start: int, stop: int,

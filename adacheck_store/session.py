@@ -58,6 +58,7 @@ class RunSession:
         self.rank = rank_name(0)
         self._catalog: Catalog = read_catalog(store.tiers, run)
         self._term: Term | None = None
+        self._decided = False
         self._restored: Restored | None = None
         self._writer: Writer | None = None
         self._upkeep: Upkeep | None = None
@@ -98,23 +99,26 @@ class RunSession:
         ``never``. ``step`` asks for that very step, ``term`` for another branch's.
         """
         resume = resume or self.settings.resume
-        if self._term is not None:
+        if self._decided:
             raise OrderError("this session has already restored", run=self.run)
         if resume == "must" and not self.has_history:
             raise RestoreError(
                 "resume='must', and the run has no history", run=self.run,
                 path=self.store.url, hint="check the store's URL and the run's name",
             )  # fmt: skip
-        seen = [manifest.term for manifest in self._catalog.manifests.values()]
-        self._term = claim_term(self.store.far, self.run, seen)
+        if self._term is None:  # a try that found nothing to restore leaves its claim to the next
+            seen = [manifest.term for manifest in self._catalog.manifests.values()]
+            self._term = claim_term(self.store.far, self.run, seen)
         self._catalog = read_catalog(self.store.tiers, self.run)
         if resume == "never" or not self.has_history:
             if step is not None and resume != "never":
                 raise RestoreError("the run has no history", run=self.run, step=step)
+            self._decided = True
             return None
         self._restored = restore_state(
             self.store.tiers, self.run, step=step, term=term, catalog=self._catalog
         )
+        self._decided = True
         return self._restored
 
     def start(
@@ -130,7 +134,7 @@ class RunSession:
         """
         if self._writer is not None:
             raise OrderError("this session has already started", run=self.run)
-        if self._term is None:
+        if not self._decided:
             if self.has_history and self.settings.resume != "never":
                 raise OrderError(
                     "the run has history, and restore() was not called", run=self.run,

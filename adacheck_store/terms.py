@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 
-from adacheck_store.format.errors import ForkError, RecordNotFoundError, TierError
+from adacheck_store.format.errors import (
+    ForkError,
+    FormatError,
+    RecordNotFoundError,
+    TierError,
+)
 from adacheck_store.format.keys import Term, log_key, new_term, parse_key
 from adacheck_store.format.manifest import Claim, Floor, decode_log
 from adacheck_store.format.record import Record
@@ -12,19 +18,30 @@ from adacheck_store.tiers.base import RecordSource, Tier
 
 from .config import writer_info
 
+log = logging.getLogger(__name__)
+
 MAX_ATTEMPTS = 64
 """Log entries tried by one claim or floor before giving up: each loss means another writer won."""
 
 
 def read_log(tier: Tier, run: str) -> list[Claim | Floor]:
-    """The run's log in a tier, oldest first. An entry that cannot be read is an error."""
+    """The run's log in a tier, oldest first, without entries that are damaged."""
+    return _read_log(tier, run)[0]
+
+
+def _read_log(tier: Tier, run: str) -> tuple[list[Claim | Floor], int]:
+    """The log's readable entries, and how many are damaged."""
     entries: list[Claim | Floor] = []
+    damaged = 0
     for text in tier.list(f"{run}/log/"):
         try:
             entries.append(decode_log(tier.head(text).head))
         except RecordNotFoundError:
             continue  # a superseded floor, deleted since it was listed
-    return entries
+        except FormatError as error:
+            log.warning("damaged log entry: %s", error.at(tier=tier.traits.name, key=text))
+            damaged += 1
+    return entries, damaged
 
 
 def _last_index(tier: Tier, run: str) -> int:
@@ -58,14 +75,16 @@ def _append(tier: Tier, run: str, make: object) -> Claim | Floor:
 def claim_term(tier: Tier, run: str, seen: Iterable[str] = ()) -> Term:
     """Open a new term by conditional create in the run's log; returns it.
 
-    Its number is one more than any claimed in the log or named in ``seen`` (terms that other
-    tiers hold, should the log have lost some).
+    Its number is greater than any claimed in the log or named in ``seen`` (terms that other
+    tiers hold, should the log have lost some); a damaged entry may have been a claim.
     """
     known = [Term.parse(text).number for text in seen]
 
     def make(index: int) -> Claim:
-        claimed = [Term.parse(e.term).number for e in read_log(tier, run) if isinstance(e, Claim)]
-        return Claim(run=run, term=str(new_term(max([0, *claimed, *known]) + 1)), index=index)
+        entries, damaged = _read_log(tier, run)
+        claimed = [Term.parse(entry.term).number for entry in entries if isinstance(entry, Claim)]
+        number = max([0, *claimed, *known]) + damaged + 1
+        return Claim(run=run, term=str(new_term(number)), index=index)
 
     return Term.parse(_append(tier, run, make).term)
 

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from adacheck_store.format.errors import (
     AdaCheckError,
@@ -108,6 +108,8 @@ class Upkeep:
         self._prune_wanted: set[str] = {store.near.traits.name, store.far.traits.name}
         self._closing = False
         self._busy = False
+        self._hurry = False
+        self._failures = 0
         self._changed = threading.Condition()
         self.progress = Progress(base=tail.base.step if tail.base else -1)
         self.error: AdaCheckError | None = None
@@ -131,14 +133,19 @@ class Upkeep:
             self._changed.notify_all()
 
     def flush(self, timeout_s: float | None) -> bool:
-        """Drain everything stored so far; False if the time ran out or the tier failed."""
+        """Drain everything stored so far; False if the time ran out or a try failed."""
         with self._changed:
-            self._flushing = True
+            self._flushing = self._hurry = True
+            failures = self._failures
             self._changed.notify_all()
-            return self._changed.wait_for(
-                lambda: self.fenced is not None or (not self._undrained and not self._busy),
+            self._changed.wait_for(
+                lambda: self.fenced is not None or self._failures > failures or self._idle(),
                 timeout=timeout_s,
             )
+            return self.fenced is not None or self._idle()
+
+    def _idle(self) -> bool:
+        return not self._undrained and not self._busy
 
     def close(self, timeout_s: float) -> bool:
         """Stop the thread after what it is doing; False if the time ran out."""
@@ -177,9 +184,13 @@ class Upkeep:
                     self._busy = False
                     if not self._undrained:
                         self._flushing = False
+                    self._failures += failed
+                    self._hurry = False
                     self._changed.notify_all()
                     if failed:
-                        self._changed.wait_for(lambda: self._closing, timeout=pause_s)
+                        self._changed.wait_for(
+                            lambda: self._closing or self._hurry, timeout=pause_s
+                        )
             pause_s = min(2 * pause_s, BACKOFF_S[1]) if failed else BACKOFF_S[0]
 
     def _note(self, error: AdaCheckError) -> None:
@@ -188,17 +199,27 @@ class Upkeep:
 
     def _due(self) -> bool:
         return (
-            self._target() is not None or self._drain_due() or bool(self._prune_wanted)
+            self._target() is not None or self._drain_wanted() or bool(self._prune_wanted)
             or any(at <= time.monotonic() for at, _, _ in self._graves)
         )  # fmt: skip
 
     def _work(self) -> None:
+        """Each duty is tried, whatever became of the one before: a full tier needs its prune."""
+        first: Exception | None = None
+        for duty in (self._compact_due, self._drain_due, self._prune):
+            try:
+                duty()
+            except TermError:
+                raise
+            except Exception as error:
+                first = first or error
+        if first is not None:
+            raise first
+
+    def _compact_due(self) -> None:
         target = self._target()
         if target is not None:
             self._compact(target)
-        if self._drain_due():
-            self._drain()
-        self._prune()
 
     # Compaction ------------------------------------------------------------------------------
 
@@ -218,7 +239,7 @@ class Upkeep:
                 self._tail.base = None
             return
         source = ReplayedBase(
-            Fetcher(self._store.tiers), self._layout, plan, run=self._run_name,
+            Fetcher(self._store.tiers), self._layout, self._anywhere(plan), run=self._run_name,
             term=str(self._term), step=step, manifest=self._manifest,
         )  # fmt: skip
         near = self._store.near
@@ -241,6 +262,15 @@ class Upkeep:
             self.progress.bytes_bases += ref.nbytes
             self._prune_wanted.add(near.traits.name)
 
+    def _anywhere(self, plan: PartPlan) -> PartPlan:
+        """The plan with every tier as a holder: what is damaged here may have been drained."""
+        names = tuple(tier.traits.name for tier in self._store.tiers)
+        return dataclasses.replace(
+            plan,
+            base=dataclasses.replace(plan.base, tiers=names),
+            deltas=tuple(dataclasses.replace(ref, tiers=names) for ref in plan.deltas),
+        )
+
     def _distrust(self, why: str, first: int) -> None:
         """The chain is wrong from ``first`` on: stop folding it, ask for a captured base."""
         with self._changed:
@@ -250,7 +280,7 @@ class Upkeep:
 
     # Draining --------------------------------------------------------------------------------
 
-    def _drain_due(self) -> bool:
+    def _drain_wanted(self) -> bool:
         waiting = self._undrained
         if self._store.near is self._store.far:
             return bool(waiting)
@@ -261,17 +291,30 @@ class Upkeep:
         base = any(key.kind == "base" for key in waiting)
         return self._flushing or late or base or len(steps) >= self._settings.object_lag
 
-    def _drain(self) -> None:
-        near, far = self._store.near, self._store.far
+    def _drain_due(self) -> None:
+        if not self._drain_wanted():
+            return
         with self._changed:
             waiting = sorted(self._undrained, key=lambda key: (key.step, str(key)))
-        if near is not far:
+        if self._store.near is self._store.far:
+            self._drained(waiting)
+            return
+        done: list[Key] = []
+        try:
             for batch in in_batches(map(str, waiting), self._settings.object_lag):
                 self._drain_batch(batch)
-            far.sync()
-            self._check_fence()
+                done += map(parse_key, batch)
+        finally:  # what did arrive need not be sent again
+            if done:
+                self._store.far.sync()
+                self._check_fence()
+                self._drained(done)
+
+    def _drained(self, keys: Iterable[Key]) -> None:
+        """Take note of records that are synced in the far tier."""
+        near, far = self._store.near, self._store.far
         with self._changed:
-            done = set(waiting)
+            done = set(keys)
             self._undrained = [key for key in self._undrained if key not in done]
             self._oldest = time.monotonic()
             self.progress.drained = max([self.progress.drained, *(key.step for key in done)])

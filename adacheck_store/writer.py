@@ -139,17 +139,16 @@ class Writer:
             before = time.thread_time()
             try:
                 stored = self._store(boundary)
+                if stored:  # before it leaves the flight: a flush must find it in what follows
+                    self._on_stored(boundary.step, stored)
             except Exception as error:
                 self._failed(boundary, error)
-                stored = None
             finally:
                 boundary.release()
                 self.cpu_s += time.thread_time() - before
                 with self._changed:
                     self._in_flight -= 1
                     self._changed.notify_all()
-            if stored:
-                self._on_stored(boundary.step, stored)
 
     def _failed(self, boundary: Boundary, error: Exception) -> None:
         if not isinstance(error, AdaCheckError):
@@ -173,10 +172,10 @@ class Writer:
         if delta is not None:
             link = dataclasses.replace(link, parent=delta.sealed.id)
         base = boundary.base(link)
-        if delta is None and base is None:
-            if gap is None:
-                raise TierError("a boundary with neither delta nor base", step=boundary.step)
+        if gap is not None and not _closes(base, gap):
             return None
+        if delta is None and base is None:
+            raise TierError("a boundary with neither delta nor base", step=boundary.step)
         if base is not None and delta is None:
             link = dataclasses.replace(link, parent=base.sealed.head.parent)
         refs = self._put(boundary, link, delta, base)
@@ -205,3 +204,9 @@ class Writer:
         refs = [make_ref(parse_key(key), record.sealed, (name,)) for key, record in records]
         self.bytes_put += sum(ref.nbytes for ref in refs if ref.kind != "base")
         return refs
+
+
+def _closes(base: Record | None, gap: Mapping[str, Any]) -> bool:
+    """Whether a base says of the gap at least what is known of it by now."""
+    said = base.sealed.head.body.get("gap") if base is not None else None
+    return isinstance(said, Mapping) and said["from"] <= gap["from"]
