@@ -35,6 +35,9 @@ MAX_DEPTH = 96
 MAX_VALUE_DEPTH = 80
 """Nesting of a typed value within the head, in JSON levels."""
 
+MAX_OPENINGS = 1 << 21
+"""Brackets and braces that open, those within strings counted too: bounds what a parser makes."""
+
 MAX_INT = 1 << 53
 MAX_INT_BITS = 2048
 
@@ -63,11 +66,21 @@ class ArrayRef:
 def dumps(value: Any) -> bytes:
     """Canonical JSON bytes of a JSON value; raises `MalformedError` for anything else."""
     _check(value, 0)
+    text = _spell(value)
+    check_openings(text)
+    return _encode(text)
+
+
+def _spell(value: Any) -> str:
+    return json.dumps(
+        value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False,
+        default=dict,  # other mappings than dict
+    )  # fmt: skip
+
+
+def _encode(text: str) -> bytes:
     try:
-        return json.dumps(
-            value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False,
-            default=dict,  # other mappings than dict
-        ).encode("utf-8")  # fmt: skip
+        return text.encode("utf-8")
     except UnicodeEncodeError as exc:
         raise MalformedError("a lone surrogate in canonical JSON", rule="utf-8") from exc
 
@@ -75,8 +88,8 @@ def dumps(value: Any) -> bytes:
 def loads(data: bytes) -> Any:
     """Parse canonical JSON; refuses any other spelling of the same value.
 
-    Raises `MalformedError` with rule ``utf-8``, ``json``, ``depth``, ``duplicate-key``,
-    ``integer-range``, ``float`` or ``canonical``.
+    Raises `MalformedError` with rule ``utf-8``, ``json``, ``depth``, ``openings``,
+    ``duplicate-key``, ``integer-range``, ``float`` or ``canonical``.
     """
     try:
         text = data.decode("utf-8")
@@ -90,13 +103,18 @@ def loads(data: bytes) -> Any:
         )  # fmt: skip
     except ValueError as exc:
         raise MalformedError(f"not JSON: {exc}", rule="json") from exc
-    if dumps(value) != data:
+    if _encode(_spell(value)) != data:
         raise MalformedError("JSON, but not in canonical form", rule="canonical")
     return value
 
 
 def check_depth(text: str) -> None:
-    """Refuse JSON nested deeper than `MAX_DEPTH` (rule ``depth``) before a parser recurses."""
+    """Refuse JSON that would cost a parser too much, before it is parsed.
+
+    Raises `MalformedError` with rule ``depth`` beyond `MAX_DEPTH`, with rule ``openings`` beyond
+    `MAX_OPENINGS`.
+    """
+    check_openings(text)
     outside = _STRING.sub("", text.replace("\\\\", "").replace('\\"', ""))
     depth = 0
     for match in _BRACKETS.finditer(outside):
@@ -104,6 +122,12 @@ def check_depth(text: str) -> None:
         depth += len(run) if run[0] in "[{" else -len(run)
         if depth > MAX_DEPTH:
             raise MalformedError(f"nested deeper than {MAX_DEPTH}", rule="depth")
+
+
+def check_openings(text: str) -> None:
+    """Refuse JSON of which a parser would make too many objects (rule ``openings``)."""
+    if text.count("[") + text.count("{") > MAX_OPENINGS:
+        raise MalformedError(f"more than {MAX_OPENINGS} brackets and braces", rule="openings")
 
 
 def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -55,7 +55,7 @@ class Record:
 def encode_header(sealed: SealedHead) -> bytes:
     """Length, JSON and padding of the safetensors header of a record.
 
-    Raises `MalformedError` (rule ``header-size``) for a head that safetensors cannot carry.
+    Raises `MalformedError` (rule ``header-size`` or ``openings``) for one no reader would take.
     """
     entries: dict[str, object] = {
         "__metadata__": {"adacheck": sealed.raw.decode(), "id": sealed.id, "info": sealed.info}
@@ -69,7 +69,9 @@ def encode_header(sealed: SealedHead) -> bytes:
             "data_offsets": [offset, offset + info.nbytes],
         }
         offset += info.nbytes
-    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    spelled = json.dumps(entries, separators=(",", ":"), ensure_ascii=False)
+    canonical.check_openings(spelled)
+    text = spelled.encode()
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER_BYTES:
         raise MalformedError(f"a header of {len(text)} bytes", rule="header-size")

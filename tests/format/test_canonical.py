@@ -11,7 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adacheck_store.format import canonical
-from adacheck_store.format.canonical import MAX_DEPTH, MAX_VALUE_DEPTH, ArrayRef, Scalar
+from adacheck_store.format.canonical import (
+    MAX_DEPTH,
+    MAX_OPENINGS,
+    MAX_VALUE_DEPTH,
+    ArrayRef,
+    Scalar,
+)
 from adacheck_store.format.dtypes import ITEM_BYTES
 from adacheck_store.format.errors import MalformedError
 
@@ -178,6 +184,20 @@ def test_no_json(value: Any, rule: str) -> None:
     assert caught.value.rule == rule
 
 
+def test_openings_are_bounded() -> None:
+    """Writer and reader draw the line at the same number of brackets."""
+    most = ["[{"] * (MAX_OPENINGS // 2 - 1) + ["["]
+    data = canonical.dumps(most)
+    assert len(canonical.loads(data)) == len(most)
+    for refuse in (
+        lambda: canonical.dumps([*most, []]),
+        lambda: canonical.loads(data[:-1] + b",[]]"),
+    ):
+        with pytest.raises(MalformedError) as caught:
+            refuse()
+        assert caught.value.rule == "openings"
+
+
 def test_any_mapping_is_an_object() -> None:
     """Other mappings than dict are spelled like dict."""
     proxy = type(object.__dict__)({"b": 1, "a": collections.ChainMap({"c": 2})})
@@ -189,6 +209,21 @@ def test_array_refs_are_found_anywhere() -> None:
     """References are found in keys, tuples and lists."""
     one, two = ArrayRef("a", "U8", ()), ArrayRef("b", "U8", ())
     assert list(canonical.array_refs({"x": [(one,)], "y": {two: one}})) == [one, two, one]
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("9007199254740993", "integer-range"), ("-9007199254740993", "integer-range"),
+        ("99999999999999999", "integer-range"), ("9" * 5000, "integer-range"), ("1.0", "float"),
+        ("NaN", "float"), ("-Infinity", "float"), ("1e3", "float"), ("[1,]", "json"),
+    ],
+)  # fmt: skip
+def test_numbers_of_json(text: str, rule: str) -> None:
+    """Integers end at 2^53, and there are no other numbers."""
+    with pytest.raises(MalformedError) as caught:
+        canonical.loads(text.encode())
+    assert caught.value.rule == rule
 
 
 @given(st.binary(max_size=40))

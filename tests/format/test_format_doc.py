@@ -119,7 +119,7 @@ def test_limits_are_those_of_the_code() -> None:
         "id_bytes": 32, "digest_bytes": 16, "block_bytes": ids.BLOCK_BYTES,
         "header_bytes": record.MAX_HEADER_BYTES, "head_bytes": head.MAX_HEAD_BYTES,
         "info_bytes": head.MAX_INFO_BYTES, "array_bytes": dtypes.MAX_ARRAY_BYTES,
-        "dimensions": dtypes.MAX_DIMS, "depth": canonical.MAX_DEPTH,
+        "dimensions": dtypes.MAX_DIMS, "depth": canonical.MAX_DEPTH, "openings": canonical.MAX_OPENINGS,
         "value_depth": canonical.MAX_VALUE_DEPTH, "integer": canonical.MAX_INT,
         "integer_bits": canonical.MAX_INT_BITS, "name_characters": strict.MAX_TEXT,
         "array_name_characters": head.MAX_NAME, "step": keys.MAX_STEP,

@@ -78,6 +78,7 @@ HEADERS: dict[str, tuple[bytes, type[AdaCheckError], str]] = {
     "integer of 10^4 digits": (frame(b'{"a":' + b"9" * 10**4 + b"}"), NotOursError, ""),
     "depth 10^5": (frame(b"[" * 10**5 + b"]" * 10**5), MalformedError, "depth"),
     "depth 10^5 of objects": (frame(b'{"a":' * 10**5), MalformedError, "depth"),
+    "brackets 10^7": (frame(b"[" + b"{}," * 10**7 + b"{}]"), MalformedError, "openings"),
     "key twice": (frame(b'{"a":1,"a":1}'), MalformedError, "duplicate-key"),
     "key twice below": (frame(b'{"a":{"b":1,"b":1}}'), MalformedError, "duplicate-key"),
 }
