@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -60,6 +60,11 @@ class Assembly:
             self.stager.release(buffer)
         if area is not None:
             self.stager.release_area(area)
+
+    def names_of(self, indices: Sequence[int]) -> bool | list[str]:
+        """Names of trained slots; True for all of them."""
+        trained = self.binding.trained
+        return len(indices) == len(trained) or [trained[i].item.name for i in indices]
 
     def start_boundary(self, step: int, extras: Mapping[str, Any]) -> StartBoundary:
         """The boundary before the first update: everything as it stands is known from here on."""

@@ -7,6 +7,7 @@ staged just before it. Our post-hook is the first of all, our pre-hook the last.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -63,7 +64,11 @@ class CapturedUpdate:
 
 
 class Capture:
-    """The hooks on one optimizer, from `begin` until `detach`; training thread only."""
+    """The hooks on one optimizer, from `begin` until `detach`; training thread only.
+
+    ``held`` are the trained slots whose gradient tensor outlived the interval before the last
+    update: there gradients are zeroed, not dropped, and a restored run needs zeros to go on.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer, policy: str, listener: Listener) -> None:
         self._optimizer = optimizer
@@ -80,6 +85,8 @@ class Capture:
         self._update: CapturedUpdate | None = None
         self._scales: list[torch.Tensor] = []
         self._early: dict[int, tuple[torch.Tensor, int]] = {}
+        self._seen: dict[int, weakref.ref[torch.Tensor]] = {}
+        self.held: list[int] = []
 
     def begin(self, binding: Binding, stager: Stager, watch: OutsideWatch) -> None:
         """Start to capture into the stager's buffers."""
@@ -251,6 +258,7 @@ class Capture:
         groups = tuple(group_values(group) for group in self._optimizer.param_groups)
         update = CapturedUpdate(groups, [False] * len(self._params), scales=self._scales)
         self._scales = []
+        seen, self._seen, self.held = self._seen, {}, []
         fused = any(group.get("fused") for group in self._optimizer.param_groups)
         targets, sources = [], []
         for index, param in enumerate(self._params):
@@ -258,6 +266,9 @@ class Capture:
             if grad is None:
                 continue
             update.given[index] = True
+            if index in seen and seen[index]() is grad:
+                self.held.append(index)
+            self._seen[index] = weakref.ref(grad)
             if fused and self._walks_otherwise(param, grad):
                 self._watch.mark(index)
             early = self._early.get(index)

@@ -49,7 +49,10 @@ def section_states(binding: Binding) -> dict[str, SectionState]:
 
 def existing_arrays(binding: Binding) -> list[str]:
     """Names of the arrays a base has now: a state role exists where any slice has it."""
-    stateful = {slot.section.name for slot in binding.trained if binding.present(slot)}
+    stateful = set[str]()
+    for slot in binding.trained:
+        if slot.section.name not in stateful and binding.present(slot):
+            stateful.add(slot.section.name)
     return [
         f"{section.name}/{role}"
         for section in binding.layout.sections

@@ -28,7 +28,7 @@ from .assemble import Assembly
 from .capture import Capture
 from .extras import freeze
 from .layouts import bind, checked_spec
-from .load import load
+from .load import load, revive_grads
 from .loader import LoaderPosition
 from .names import Model
 from .rng import set_rng_state
@@ -128,6 +128,7 @@ class Checkpointer:
         self._step = settings.start_step
         self._updated = False
         self._failure: AdaCheckError | None = None
+        self._restoring = False
         self._warned = False
         self._open = True
         self._capture = Capture(optimizer, settings.policy, self)
@@ -154,9 +155,10 @@ class Checkpointer:
         is touched if the state cannot be proven or is another model's.
         """
         self._must_be_open()
-        if self._assembly is not None:
+        if self._assembly is not None or self._restoring:
             raise OrderError("restore() was called already, or training has begun")
         self._tracked.check_scheduler()
+        self._restoring = True
         restored = self._session.restore(step=step)
         if restored is None:
             self._begin(self._settings.start_step)
@@ -164,7 +166,9 @@ class Checkpointer:
         tree = restored.extras.get(rank_name(0), {})
         state = restored.parts[part_name(0)]
         self._tracked.check(tree)
-        load(state, bind(self._model, self._optimizer, self._names), step=restored.step)
+        binding = bind(self._model, self._optimizer, self._names)
+        load(state, binding, step=restored.step)
+        revive_grads(binding, tree.get("held", ()))
         self._tracked.load(tree)
         self._begin(restored.step)
         rng = tree.get("rng")
@@ -192,6 +196,11 @@ class Checkpointer:
     def before_update(self) -> None:
         """Hook: an update is about to be applied."""
         if self._assembly is None:
+            if self._restoring:
+                raise OrderError(
+                    "restore() did not succeed, so nothing may be trained into this run",
+                    hint="close, and attach again (to another run, for a fresh start)",
+                )
             self._tracked.check_scheduler()
             self._begin(self._settings.start_step)
         elif self._updated and self._tracked.explicit:
@@ -248,6 +257,8 @@ class Checkpointer:
     def _extras(self) -> dict[str, Any]:
         trees = self._tracked.trees()
         trees["loader"] = freeze(self._loader.tree(), "loader")
+        if self._assembly is not None:
+            trees["held"] = self._assembly.names_of(self._capture.held)
         return trees
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:

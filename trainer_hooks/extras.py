@@ -76,10 +76,9 @@ def freeze(value: Any, path: str, depth: int = 0) -> Any:
     if kind is dict:
         if _TYPE in value:
             raise UnsupportedError(f"{path} has a key {_TYPE!r}", hint="rename it")
-        return {
-            freeze(key, f"{path} key", depth + 1): freeze(item, f"{path}.{key}", depth + 1)
-            for key, item in value.items()
-        }
+        if not all(_is_plain_key(key) for key in value):
+            raise UnsupportedError(f"{path} has a key that is no string or number", hint=_HINT)
+        return {key: freeze(item, f"{path}.{key}", depth + 1) for key, item in value.items()}
     if kind in (list, tuple):
         return kind(freeze(item, f"{path}[{i}]", depth + 1) for i, item in enumerate(value))
     raise UnsupportedError(
@@ -88,6 +87,12 @@ def freeze(value: Any, path: str, depth: int = 0) -> Any:
 
 
 _HINT = "have state_dict() return dicts, lists, numbers, strings, bytes and tensors"
+
+
+def _is_plain_key(key: Any) -> bool:
+    if type(key) is tuple:
+        return all(_is_plain_key(item) for item in key)
+    return key is None or type(key) in (bool, int, float, str, bytes)
 
 
 def _frozen_tensor(value: torch.Tensor, path: str) -> torch.Tensor:

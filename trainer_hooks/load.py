@@ -43,6 +43,15 @@ def load(state: PartState, binding: Binding, **place: Any) -> None:
                 _load_state(state, match, binding)
 
 
+def revive_grads(binding: Binding, held: bool | Sequence[str]) -> None:
+    """Give parameters zero gradients where the run zeroes gradients instead of dropping them."""
+    names = None if held is True else set(held or ())
+    for slot in binding.trained:
+        if names is None or slot.item.name in names:
+            param = slot.item.tensor
+            param.grad = torch.zeros_like(param)
+
+
 def write(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy values into a tensor in place, also where it is expanded from fewer elements."""
     target, source = target.detach(), source.detach()

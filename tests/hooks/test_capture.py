@@ -1,10 +1,14 @@
 """What the hooks see: closures, edits, absent gradients, buffers, and what they refuse."""
 
+import time
+
 import pytest
 import torch
 
 from adacheck_store.format.bodies import decode_delta
 from adacheck_store.format.errors import OrderError, UnsupportedError
+
+from adacheck_store.trainer_hooks.encode import Encoder
 
 from .helpers import (
     adamw,
@@ -51,8 +55,15 @@ def test_a3_closures_give_the_final_gradient(policy):
     resumed(url, marks[6], policy=policy)
 
 
-def test_a2_buffers_hold_copies():
-    """A2: gradients in the parameter's own dtype, overwritten in place by the next backward."""
+def test_a2_buffers_hold_copies(monkeypatch):
+    """A2: a slow writer reads gradients that the next backward has overwritten in place."""
+    quick = Encoder.update
+
+    def slow(self, update, buffer):
+        time.sleep(0.02)
+        return quick(self, update, buffer)
+
+    monkeypatch.setattr(Encoder, "update", slow)
 
     def build(seed=0):
         torch.manual_seed(seed)
@@ -66,6 +77,68 @@ def test_a2_buffers_hold_copies():
 
     url, _, marks = record_run(build, 12, step=step)
     resumed(url, marks[12], build)
+
+
+@pytest.mark.parametrize("late", [True, False])
+@pytest.mark.parametrize("to_none", [True, False])
+def test_zeroed_gradients_are_not_dropped_ones(to_none, late):
+    """A parameter out of use gets zero gradients after zero_grad(False), and none after True."""
+
+    def build(seed=0):
+        torch.manual_seed(seed)
+        model = torch.nn.ModuleList([torch.nn.Linear(5, 3), torch.nn.Linear(5, 3)])
+        return model, adamw(model)
+
+    def steps(model, opt, first, last):
+        for number in range(first, last):
+            if not late:
+                opt.zero_grad(set_to_none=to_none)
+            model[number % 3 != 0](torch.randn(4, 5)).square().mean().backward()
+            opt.step()
+            if late:
+                opt.zero_grad(set_to_none=to_none)
+
+    model, opt = build()
+    steps(model, opt, 0, 9)
+    end = bits(model, opt)
+    url = new_url()
+    model, opt = build()
+    with attach(model, opt, url) as ckpt:
+        ckpt.restore()
+        steps(model, opt, 0, 5)
+    with restored(build, url) as (model, opt, _, report):
+        steps(model, opt, report.step, 9)
+        same(end, bits(model, opt))
+
+
+def test_a5_gradients_that_are_views_of_a_bucket(tmp_path):
+    """A5: DDP overwrites its bucket in the next backward; the deltas hold 1, 2, 3, 4."""
+    dist = torch.distributed
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        inner = torch.nn.Linear(1, 1, bias=False)
+        model = torch.nn.parallel.DistributedDataParallel(inner, gradient_as_bucket_view=True)
+        opt = torch.optim.SGD(model.parameters(), lr=1.0)
+        url = new_url()
+        with attach(model, opt, url) as ckpt:
+            ckpt.restore()
+            for value in (1.0, 2.0, 3.0, 4.0):
+                opt.zero_grad()
+                model(torch.tensor([[value]])).sum().backward()
+                opt.step()
+            end = inner.weight.detach().clone()
+    finally:
+        dist.destroy_process_group()
+
+    def plain(seed):
+        model = torch.nn.Linear(1, 1, bias=False)
+        return model, torch.optim.SGD(model.parameters(), lr=1.0)
+
+    with restored(plain, url) as (model, _, _, _):
+        assert torch.equal(model.weight, end)
+    with restored(plain, url, step=2) as (model, _, _, _):
+        assert torch.equal(model.weight, end + 7)
 
 
 def test_a6_experts_without_gradient_and_frozen_parameters():

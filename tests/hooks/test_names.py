@@ -3,7 +3,12 @@
 import pytest
 import torch
 
-from adacheck_store.format.errors import ModelMismatchError, NameRefusedError, UnsupportedError
+from adacheck_store.format.errors import (
+    ModelMismatchError,
+    NameRefusedError,
+    OrderError,
+    UnsupportedError,
+)
 from adacheck_store.trainer_hooks.layouts import bind
 from adacheck_store.trainer_hooks.names import named_tensors
 
@@ -253,6 +258,14 @@ def test_f6_another_model_is_refused_and_left_alone(pair, texts):
         ckpt.restore()
     for text in texts:
         assert text in str(caught.value)
+    same(before, bits(model, opt))
+    with attach(model, opt, url) as ckpt:
+        with pytest.raises(ModelMismatchError):
+            ckpt.restore()
+        for param in model.parameters():
+            param.grad = torch.zeros_like(param)
+        with pytest.raises(OrderError, match="did not succeed"):
+            opt.step()
     same(before, bits(model, opt))
     with restored(make, url) as (model, opt, _, _):
         same(marks[2], bits(model, opt))
