@@ -189,13 +189,12 @@ def test_openings_are_bounded() -> None:
     most = ["[{"] * (MAX_OPENINGS // 2 - 1) + ["["]
     data = canonical.dumps(most)
     assert len(canonical.loads(data)) == len(most)
-    for refuse in (
-        lambda: canonical.dumps([*most, []]),
-        lambda: canonical.loads(data[:-1] + b",[]]"),
-    ):
-        with pytest.raises(MalformedError) as caught:
-            refuse()
-        assert caught.value.rule == "openings"
+    with pytest.raises(MalformedError) as caught:
+        canonical.dumps([*most, []])
+    assert caught.value.rule == "openings"
+    with pytest.raises(MalformedError) as caught:
+        canonical.loads(data[:-1] + b",[]]")
+    assert caught.value.rule == "openings"
 
 
 def test_any_mapping_is_an_object() -> None:

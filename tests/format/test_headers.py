@@ -4,6 +4,7 @@ import hashlib
 import json
 import struct
 import tracemalloc
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from adacheck_store.format.errors import (
 )
 from adacheck_store.format.head import MAX_HEAD_BYTES, MAX_INFO_BYTES, SealedHead
 from adacheck_store.format.ids import BLOCK_BYTES, record_id
-from adacheck_store.format.record import decode_header, decode_record, verify_record
+from adacheck_store.format.record import decode_header, decode_record, encode_header, verify_record
 from tests.format.forge import (
     LONE,
     NAMES,
@@ -261,3 +262,25 @@ def test_blocks_are_a_mebibyte() -> None:
     with pytest.raises(MalformedError) as caught:
         decode_header(forge("base", lambda head: change(head, 2)))
     assert caught.value.rule == "header"  # the count is right; the header is the golden one's
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"), [("[" * 2**22, "openings"), ("x" * 10**8, "header-size")]
+)
+def test_header_no_reader_would_take_is_not_written(text: str, rule: str) -> None:
+    """What a reader refuses for its size is refused by the encoder, too."""
+    sealed = replace(sealed_of("claim"), info=text)
+    with pytest.raises(MalformedError) as caught:
+        encode_header(sealed)
+    assert caught.value.rule == rule
+
+
+def test_head_no_reader_would_take_is_not_sealed() -> None:
+    """A head or info beyond its limit is refused before it is stored."""
+    head = sealed_of("claim").head
+    with pytest.raises(MalformedError) as caught:
+        SealedHead.seal(replace(head, body={"a": "x" * MAX_HEAD_BYTES}))
+    assert caught.value.rule == "head-size"
+    with pytest.raises(MalformedError) as caught:
+        SealedHead.seal(head, {"a": "x" * MAX_INFO_BYTES})
+    assert caught.value.rule == "info"
