@@ -1,0 +1,102 @@
+"""Check a whole store, read-only: a stream of typed findings, and which steps are provable.
+
+Each run is read twice: heads for the catalog, then every byte, tier by tier, one block at a time.
+What is kept is a reference a record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from adacheck_store.catalog import Catalog, read_catalog
+from adacheck_store.format.errors import AdaCheckError, NotOursError
+from adacheck_store.store import Store
+from adacheck_store.tiers.base import Tier
+
+from .findings import Finding, Provable, finding, of_tier
+from .fsck_chain import (
+    check_drift,
+    check_floors,
+    check_holes,
+    check_links,
+    check_steps,
+    check_terms,
+    provable_alone,
+)
+from .fsck_objects import check_medium, check_overlaps
+from .fsck_records import Layouts, RecordCheck
+from .rows import Progress, all_refs, choose_run, held_alone, runs_of, silent
+
+
+def fsck(store: Store, run: str = "", progress: Progress = silent) -> Iterator[Finding | Provable]:
+    """Every finding of a store, or of one run. The store must be open for reading.
+
+    `findings.exit_code` says what they amount to.
+    """
+    names = [choose_run(store, run)] if run else runs_of(store)
+    yield from _tiers(store)
+    for tier in store.tiers:
+        yield from check_medium(tier, run)
+    for name in names:
+        yield from check_run(store, name, progress)
+
+
+def _tiers(store: Store) -> Iterator[Finding]:
+    """Tiers that could not be opened, markers, folders set aside."""
+    for trouble in store.troubles:
+        error = trouble.error
+        open_anyway = any(tier.traits.name == trouble.tier for tier in store.tiers)
+        if trouble.tier == "zarr" and (open_anyway or isinstance(error, NotOursError)):
+            path = str(error.place.get("path", ""))
+            kind = "marker" if open_anyway else "tier-damaged"
+            yield finding(kind, error.message, tier=trouble.tier, path=path)
+        else:
+            yield of_tier(error, trouble.tier)
+    folders = {Path(str(getattr(tier, "path", ""))).parent for tier in store.tiers
+               if tier.traits.name.startswith("lmdb")}  # fmt: skip
+    for folder in sorted(folders):
+        for aside in sorted(folder.glob("*-damaged-*")):
+            yield finding("quarantined", "a tier that was set aside", tier="lmdb", path=str(aside))
+
+
+def check_run(store: Store, run: str, progress: Progress = silent) -> Iterator[Finding | Provable]:
+    """Every finding of one run."""
+    catalog = read_catalog(store.tiers, run)
+    layouts = Layouts(store.tiers, run)
+    lost: set[tuple[str, str]] = set()
+    bad: dict[str, set[str]] = {}
+    for tier in store.tiers:
+        name = tier.traits.name
+        total = sum(ref.nbytes for ref in all_refs(catalog) if name in ref.tiers)
+        check = RecordCheck(tier, run, layouts, progress, total)
+        yield from check.findings()
+        yield from check_overlaps(tier, run)
+        lost |= {(name, key) for key in check.lost}
+        bad[name] = check.bad
+    sound = catalog.without(lost)
+    yield from check_links(sound)
+    yield from check_terms(sound, log_read=_log_read(store, bad))
+    alone = dict(_alone(store, sound, run))
+    for name, held in alone.items():
+        yield from check_floors(name, held, held.floors.get(name, ()))
+        yield from check_holes(name, held, bad[name])
+    yield from check_drift(sound)
+    yield from check_steps(sound)
+    if len(alone) > 1:
+        yield from provable_alone(run, alone)
+
+
+def _alone(store: Store, catalog: Catalog, run: str) -> Iterator[tuple[str, Catalog]]:
+    for tier in store.tiers:
+        try:
+            yield tier.traits.name, held_alone(catalog, tier, run)
+        except AdaCheckError:
+            continue  # named when its records were read
+
+
+def _log_read(store: Store, bad: dict[str, set[str]]) -> bool:
+    """Whether the whole log could be read: only then may a claim be called missing."""
+    kept: list[Tier] = [tier for tier in store.tiers if tier.traits.log]
+    damaged = any("/log/" in key for tier in kept for key in bad.get(tier.traits.name, ()))
+    return bool(kept) and not damaged

@@ -1,0 +1,315 @@
+"""Checks of every record of a run in one tier: head, key, body, layout, manifest, blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, field
+
+from adacheck_store.format.bodies import (
+    DeltaBody,
+    decode_base,
+    decode_delta,
+    decode_extra,
+    grad_array,
+    set_array,
+)
+from adacheck_store.format.check import check_base, check_delta
+from adacheck_store.format.dtypes import item_bytes
+from adacheck_store.format.errors import AdaCheckError, FormatError, RecordNotFoundError
+from adacheck_store.format.head import ArrayInfo, Head, SealedHead, check_key
+from adacheck_store.format.ids import BLOCK_BYTES
+from adacheck_store.format.keys import Key, layout_key, parse_key
+from adacheck_store.format.layout import ALIGN, Layout, decode_layout
+from adacheck_store.format.manifest import Floor, Manifest, decode_log, decode_manifest
+from adacheck_store.format.record import block_nbytes, verify_block
+from adacheck_store.tiers.base import Tier
+
+from .findings import Finding, finding, of_error, of_tier
+from .rows import Progress
+
+_FINDINGS_PER_RECORD = 3
+"""Damaged blocks named of one record; the others are counted."""
+
+Pieces = dict[str, list[tuple[int, int]]]
+"""Array -> the element ranges that are in use."""
+
+
+class Layouts:
+    """Layouts by id, from whichever tier has them; a few are kept."""
+
+    def __init__(self, tiers: tuple[Tier, ...], run: str) -> None:
+        self._tiers, self._run = tiers, run
+        self._known: dict[str, Layout | None] = {}
+
+    def get(self, layout_id: str) -> Layout | None:
+        """A layout; None if no tier has it right."""
+        if layout_id not in self._known:
+            if len(self._known) >= 16:
+                self._known.clear()
+            self._known[layout_id] = self._load(layout_id)
+        return self._known[layout_id]
+
+    def _load(self, layout_id: str) -> Layout | None:
+        for tier in self._tiers:
+            try:
+                sealed = tier.head(str(layout_key(self._run, layout_id)))
+                if sealed.id == layout_id:
+                    return decode_layout(sealed.head)
+            except AdaCheckError:
+                continue
+        return None
+
+
+@dataclass(slots=True)
+class RecordCheck:
+    """Reads all of a run in a tier, once and in order; holds one run of blocks at a time.
+
+    After `findings`, ``lost`` has the keys whose blocks or bodies are wrong (their heads may be
+    right), ``bad`` those and all others that cannot be used.
+    """
+
+    tier: Tier
+    run: str
+    layouts: Layouts
+    progress: Progress
+    total_bytes: int
+    lost: set[str] = field(default_factory=set)
+    bad: set[str] = field(default_factory=set)
+    done_bytes: int = 0
+    _manifests: dict[str, Manifest] = field(default_factory=dict)
+    _held_layouts: set[str] = field(default_factory=set)
+    _named: set[str] = field(default_factory=set)
+    _floors: list[Floor] = field(default_factory=list)
+    _below: int = 0
+
+    @property
+    def name(self) -> str:
+        """The tier's name."""
+        return self.tier.traits.name
+
+    def findings(self) -> Iterator[Finding]:
+        """Every finding, in the order of keys (layouts, the log and manifests come first)."""
+        try:
+            for text in self.tier.list(f"{self.run}/"):
+                yield from self._record(parse_key(text))
+        except AdaCheckError as error:
+            yield of_tier(error, self.name)
+        if self._below:
+            yield finding("below-floor", f"{self._below} records below the tier's floor",
+                          tier=self.name, run=self.run)  # fmt: skip
+        yield from self._unnamed()
+
+    def _record(self, key: Key) -> Iterator[Finding]:
+        text = str(key)
+        try:
+            sealed = self.tier.head(text)
+            check_key(key, sealed.head, sealed.id)
+        except RecordNotFoundError:
+            return  # deleted since it was listed
+        except AdaCheckError as error:
+            self.bad.add(text)
+            yield of_error(error, self.name, text)
+            return
+        if key.kind in ("base", "delta", "extra") and self._is_below(key):
+            self._below += 1
+            return
+        for found in self._contents(key, sealed):
+            if found.severity == "damage" and found.kind not in ("layout-missing", "padding"):
+                self.lost.add(text)
+                self.bad.add(text)
+            yield found
+
+    def _is_below(self, key: Key) -> bool:
+        return any(
+            key.term in floor.terms and key.step < floor.step and key.step not in floor.kept
+            for floor in self._floors
+        )
+
+    def _contents(self, key: Key, sealed: SealedHead) -> Iterator[Finding]:
+        head, text = sealed.head, str(key)
+        try:
+            match head.kind:
+                case "manifest":
+                    self._manifests[sealed.id] = decode_manifest(head)
+                    self._named.update(p.layout for p in self._manifests[sealed.id].parts)
+                case "layout":
+                    decode_layout(head)
+                    self._held_layouts.add(sealed.id)
+                case "claim" | "floor":
+                    entry = decode_log(head)
+                    if isinstance(entry, Floor):
+                        self._floors.append(entry)
+                case "extra":
+                    yield from self._extra_refs(key, head)
+                    yield from self._documents(head, text)
+                    yield from self._blocks(text, head, None)
+                case _:
+                    pieces, found = self._fits(head, text)
+                    yield from found
+                    yield from self._documents(head, text)
+                    yield from self._blocks(text, head, pieces)
+        except FormatError as error:
+            yield of_error(error, self.name, text, "body")
+        except RecordNotFoundError:
+            return
+
+    def _fits(self, head: Head, key: str) -> tuple[Pieces | None, list[Finding]]:
+        """The ranges in use of a base's or delta's arrays, and whether it fits its layout."""
+        layout = self.layouts.get(head.layout)
+        body = decode_base(head) if head.kind == "base" else decode_delta(head)
+        if layout is None:
+            return None, []
+        try:
+            if isinstance(body, DeltaBody):
+                check_delta(head, body, layout)
+                pieces = _delta_pieces(body, layout)
+                loose = _loose(pieces)
+                found = [finding("loose-pieces", loose, tier=self.name, key=key)] if loose else []
+                return pieces, found
+            check_base(head, body, layout)
+        except FormatError as error:
+            return None, [of_error(error, self.name, key, "layout-mismatch")]
+        pieces = {}
+        for section in layout.sections:
+            state = body.states.get(section.name)
+            for role, _ in section.roles:
+                pieces[f"{section.name}/{role}"] = [
+                    (piece.offset, piece.offset + piece.elements)
+                    for index, piece in enumerate(section.slices)
+                    if role == section.main_role or (state and state.present[index])
+                ]
+        return pieces, []
+
+    def _documents(self, head: Head, key: str) -> Iterator[Finding]:
+        """The layout and the manifest revision a record names, in this very tier."""
+        if head.layout and head.layout not in self._held_layouts:
+            yield finding("layout-missing", f"its layout {head.layout[:16]} is not in this tier",
+                          tier=self.name, key=key)  # fmt: skip
+        manifest = self._manifests.get(head.manifest)
+        self._named.add(head.manifest)
+        if manifest is None:
+            yield finding(
+                "manifest-missing", f"its manifest {head.manifest[:16]} is not in this tier",
+                tier=self.name, key=key,
+            )  # fmt: skip
+            return
+        right = manifest.term == head.term and manifest.step <= (head.step or 0)
+        if head.kind == "extra":
+            right = right and head.part in manifest.ranks
+        else:
+            right = right and (head.part, head.layout) in {
+                (part.name, part.layout) for part in manifest.parts
+            }
+        if not right:
+            yield finding(
+                "manifest-mismatch", "its manifest is of another term or later step, or does not "
+                "name its part with its layout, or its rank", tier=self.name, key=key,
+            )  # fmt: skip
+
+    def _extra_refs(self, key: Key, head: Head) -> Iterator[Finding]:
+        body = decode_extra(head)
+        for name, step in body.refs.items():
+            earlier = Key(run=key.run, kind="extra", term=key.term, part=key.part, step=step)
+            what = ""
+            try:
+                if name not in decode_extra(self.tier.head(str(earlier)).head).tree:
+                    what = f"the extra of step {step} does not hold {name[:80]!r}"
+            except RecordNotFoundError:
+                what = f"refers to the extra of step {step}, which is not in this tier"
+            except AdaCheckError as error:
+                what = f"refers to the extra of step {step}, which cannot be read: {error.message}"
+            if what:
+                yield finding("extra-ref", what, tier=self.name, key=str(key))
+
+    def _blocks(self, key: str, head: Head, pieces: Pieces | None) -> Iterator[Finding]:
+        """Every block's digest; padding and absent state are zeros."""
+        wrong = 0
+        for info in head.arrays:
+            unused = _unused(info, pieces.get(info.name, [])) if pieces is not None else []
+            for index in range(len(info.digests)):
+                try:
+                    data = memoryview(self.tier.read(key, info.name, index, 1))
+                    verify_block(info, index, data)
+                except AdaCheckError as error:
+                    wrong += 1
+                    if wrong <= _FINDINGS_PER_RECORD:
+                        yield self._wrong_block(error, key, info, index)
+                    continue
+                finally:
+                    self.done_bytes += block_nbytes(info, index)
+                    self.progress(f"{self.run} in {self.name}", self.done_bytes, self.total_bytes)
+                unused = yield from self._zeros(key, info, index, data, unused)
+        if wrong > _FINDINGS_PER_RECORD:
+            yield finding("block", f"{wrong} blocks are wrong in all", tier=self.name, key=key)
+
+    def _wrong_block(self, error: AdaCheckError, key: str, info: ArrayInfo, index: int) -> Finding:
+        at = index * BLOCK_BYTES
+        what = f"{error.message} (array {info.name}, bytes {at}..{at + block_nbytes(info, index)})"
+        path = str(error.place.get("path", "") or getattr(self.tier, "path", ""))
+        found = of_error(error, self.name, key, "block")
+        if found.kind == "tier-unread":
+            return found
+        return finding("block", what, tier=self.name, key=key, path=path)
+
+    def _zeros(
+        self, key: str, info: ArrayInfo, index: int, data: memoryview,
+        unused: list[tuple[int, int]],
+    ) -> Generator[Finding, None, list[tuple[int, int]]]:  # fmt: skip
+        """Look at the unused bytes within a block; returns those that reach beyond it."""
+        low, high = index * BLOCK_BYTES, index * BLOCK_BYTES + len(data)
+        while unused and unused[0][0] < high:
+            start, stop = max(unused[0][0], low), min(unused[0][1], high)
+            if any(data[start - low : stop - low]):
+                yield finding("padding", f"bytes {start}..{stop} of {info.name} are not zero",
+                              tier=self.name, key=key)  # fmt: skip
+            if unused[0][1] > high:
+                break
+            unused = unused[1:]
+        return unused
+
+    def _unnamed(self) -> Iterator[Finding]:
+        for identity, manifest in self._manifests.items():
+            if identity not in self._named:
+                yield finding(
+                    "unnamed", "a manifest of which no record is here", tier=self.name,
+                    key=f"{self.run}/{manifest.term}/manifest/{manifest.step:012d}",
+                )  # fmt: skip
+        for layout_id in sorted(self._held_layouts - self._named):
+            key = str(layout_key(self.run, layout_id))
+            yield finding("unnamed", "a layout no manifest here names", tier=self.name, key=key)
+
+
+def _delta_pieces(body: DeltaBody, layout: Layout) -> Pieces:
+    sections = {section.name: section for section in layout.sections}
+    pieces: Pieces = {}
+    for number, update in enumerate(body.updates):
+        for grad in update.grads:
+            size = sections[grad.section].slices[grad.slice].elements
+            name = grad_array(number, grad.section, grad.encoding)
+            pieces.setdefault(name, []).append((grad.offset, grad.offset + size))
+    for item in body.sets:
+        size = sections[item.section].slices[item.slice].elements
+        name = set_array(item.section, item.role)
+        pieces.setdefault(name, []).append((item.offset, item.offset + size))
+    return pieces
+
+
+def _loose(pieces: Pieces) -> str:
+    """Names an array with more unused elements between its pieces than padding needs."""
+    for name, ranges in pieces.items():
+        end = 0
+        for start, stop in ranges:
+            if start - end >= ALIGN:
+                return f"{start - end} unused elements before element {start} of {name}"
+            end = stop
+    return ""
+
+
+def _unused(info: ArrayInfo, used: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Byte ranges of an array outside the ranges in use."""
+    size, end, found = item_bytes(info.dtype), 0, []
+    for start, stop in [*used, (info.elements, info.elements)]:
+        if start > end:
+            found.append((end * size, start * size))
+        end = max(end, stop)
+    return found
