@@ -18,16 +18,18 @@ import struct
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 
 import lmdb
 
+from adacheck_store.format.errors import TierFullError
 from adacheck_store.format.head import SealedHead
 from adacheck_store.format.ids import BLOCK_BYTES, Buffer
 from adacheck_store.format.record import decode_header
 
-from .lmdb_env import LmdbEnv
+from .lmdb_env import MARKER_KEY, LmdbEnv
 
 PAGE_BLOCKS = 4
 PAGE_BYTES = PAGE_BLOCKS * BLOCK_BYTES
@@ -133,7 +135,15 @@ def delete_pages(env: LmdbEnv, prefixes: Iterable[bytes], point: str) -> int:
         some, done = env.write(point, body)
         freed += some
         del left[:done]
+    if freed:
+        with suppress(TierFullError):
+            env.write(point, _touch)
     return freed
+
+
+def _touch(txn: lmdb.Transaction) -> None:
+    """Change nothing: LMDB reuses the pages a transaction freed from the second one on."""
+    txn.put(MARKER_KEY, bytes(txn.get(MARKER_KEY) or b""))
 
 
 def _delete_some(txn: lmdb.Transaction, prefixes: Sequence[bytes]) -> tuple[int, int]:
