@@ -1,0 +1,60 @@
+"""Death and failure at every failpoint of a real training run."""
+
+import signal
+
+import pytest
+
+from adacheck_store.tiers import failpoints
+from adacheck_store.tools.fsck import fsck
+from adacheck_store.store import open_store
+from tests.e2e.worker import STEPS, WINDOW, Worker, check_against
+
+pytestmark = pytest.mark.fault
+
+# Reached only where a store is repaired: tests/faults/test_crash_tiers.py passes them.
+REPAIR_ONLY = {"lmdb.sweep", "lmdb.quarantine"}
+
+POINTS = [name for name in failpoints.names() if name.rsplit(".", 1)[0] not in REPAIR_ONLY]
+
+
+def _damage(url: str) -> list:
+    with open_store(url) as store:
+        return [finding for finding in fsck(store) if finding.severity == "damage"]
+
+
+def _ends_like_the_reference(tmp_path, store, reference, at):
+    last = Worker(tmp_path / "last", store)
+    assert last.wait() == 0
+    check_against(reference, last)
+    assert last.row("restored")["restored"] >= at - (WINDOW + 1)
+    assert last.row("final")["digest"] == reference[STEPS][0]
+
+
+@pytest.mark.parametrize("name", POINTS)
+@pytest.mark.parametrize("count", [1, 9])
+def test_killed_at(tmp_path, reference, name, count):
+    """SIGKILL there; fsck finds no damage; the run goes on and ends bit-equal."""
+    store = (tmp_path / "store").as_uri()
+    worker = Worker(tmp_path / "w", store, failpoint=f"{name}:{count}")
+    code = worker.wait()
+    if count == 1:
+        assert code == -signal.SIGKILL, f"{name} was never reached"
+    check_against(reference, worker)
+    if (tmp_path / "store" / "objects" / "adacheck.json").exists():
+        assert not _damage(store)
+    _ends_like_the_reference(tmp_path, store, reference, worker.last_step())
+
+
+@pytest.mark.parametrize("name", [n for n in POINTS if n.endswith("before")])
+def test_failing_at(tmp_path, reference, name):
+    """The disk is full once, there: training is not stopped and nothing wrong is restored."""
+    store = (tmp_path / "store").as_uri()
+    worker = Worker(tmp_path / "w", store, failpoint=f"{name}:7=raise", pause_s=0.01)
+    assert worker.wait() == 0
+    check_against(reference, worker)
+    assert worker.last_step() == STEPS
+    assert not _damage(store)
+    inspected = Worker(tmp_path / "i", store, inspect=True)
+    assert inspected.wait() == 0
+    check_against(reference, inspected)
+    assert inspected.row("restored")["restored"] == STEPS

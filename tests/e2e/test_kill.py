@@ -1,0 +1,74 @@
+"""SIGKILL at any moment: restored, the run ends bit-equal to the uninterrupted one."""
+
+import random
+import shutil
+import time
+
+import pytest
+
+from tests.e2e.worker import OBJECT_LAG, STEPS, WINDOW, Worker, check_against
+
+pytestmark = pytest.mark.fault
+
+
+def test_uninterrupted_with_a_store_is_the_same_run(tmp_path, reference):
+    """Capture changes no bit of training."""
+    worker = Worker(tmp_path / "w", (tmp_path / "store").as_uri())
+    assert worker.wait() == 0
+    check_against(reference, worker)
+    assert worker.row("final")["digest"] == reference[STEPS][0]
+    assert worker.row("stored") == {"stored": STEPS, "drained": STEPS, "error": ""}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_killed_again_and_again(tmp_path, reference, seed):
+    """Three kills at random moments, then to the end; then the machine is lost."""
+    choose = random.Random(seed)
+    store = (tmp_path / "store").as_uri()
+    at, kills = 0, 0
+    for attempt in range(3):
+        worker = Worker(tmp_path / f"w{attempt}", store, pause_s=0.02)
+        target = at + choose.randrange(1, 8) if choose.random() < 0.8 else -1
+        while worker.last_step() < target and worker.process.is_alive():
+            time.sleep(0.002)
+        time.sleep(choose.uniform(0.0, 0.1))
+        kills += worker.process.is_alive()
+        worker.kill()
+        check_against(reference, worker)
+        restored = [row["restored"] for row in worker.rows() if "restored" in row]
+        if restored:
+            assert at - (WINDOW + 1) <= restored[0] <= at + 1
+            at = max(restored[0], worker.last_step())
+    assert kills >= 2
+    last = Worker(tmp_path / "last", store, flush=False)
+    assert last.wait() == 0
+    check_against(reference, last)
+    assert last.row("restored")["restored"] >= at - (WINDOW + 1)
+    assert last.row("final")["digest"] == reference[STEPS][0]
+
+    shutil.rmtree(tmp_path / "store" / "lmdb")
+    lost = Worker(tmp_path / "lost", store, inspect=True)
+    assert lost.wait() == 0
+    check_against(reference, lost)
+    assert lost.row("restored")["tiers"] == ["zarr"]
+    assert lost.row("restored")["restored"] >= STEPS - (OBJECT_LAG + WINDOW + 1)
+
+
+def test_killed_on_a_new_machine_after_the_old_one_was_lost(tmp_path, reference):
+    """Restore from zarr alone, go on, be killed, restore again: two nodes' records, one line."""
+    store = (tmp_path / "store").as_uri()
+    first = Worker(tmp_path / "first", store, pause_s=0.05)
+    while first.last_step() < 14:
+        time.sleep(0.01)
+    first.kill()
+    shutil.rmtree(tmp_path / "store" / "lmdb")
+    second = Worker(tmp_path / "second", store, node="node-b", pause_s=0.05)
+    while second.last_step() < 20:
+        time.sleep(0.01)
+    second.kill()
+    third = Worker(tmp_path / "third", store, node="node-b")
+    assert third.wait() == 0
+    for worker in (first, second, third):
+        check_against(reference, worker)
+    assert second.row("restored")["tiers"] == ["zarr"]
+    assert third.row("restored")["restored"] >= 20 - WINDOW - 1

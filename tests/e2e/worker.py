@@ -1,0 +1,187 @@
+"""A small deterministic training run in a process of its own, with or without a store."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+STEPS = 30
+BASE_EVERY = 6
+OBJECT_LAG = 3
+WINDOW = 2
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(  # torch._dynamo is what making an optimizer imports, in 2 s
+    ["torch", "torch._dynamo", "adacheck_store.trainer_hooks.attach"]
+)
+
+
+def _training():
+    """Model, optimizer, schedule and loader, alike in every process."""
+    import torch
+    from torch import nn
+
+    torch.set_num_threads(1)
+    torch.manual_seed(11)
+    random.seed(11)
+    model = nn.Sequential(
+        nn.Linear(33, 64), nn.BatchNorm1d(64), nn.Dropout(0.2), nn.Linear(64, 61), nn.GELU(),
+        nn.Linear(61, 1),
+    )  # fmt: skip
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+    data = torch.utils.data.TensorDataset(torch.randn(16 * STEPS, 33), torch.randn(16 * STEPS, 1))
+    loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)
+    return model, optimizer, schedule, loader
+
+
+def digest(model, optimizer, schedule) -> str:
+    """One digest of every parameter, buffer, moment, counter, hyper-parameter and RNG."""
+    import torch
+
+    from adacheck_store.arrays import byte_view
+    from adacheck_store.format.ids import record_id
+
+    blob = bytearray()
+    for name, tensor in sorted(model.state_dict().items()):
+        blob += name.encode() + bytes(byte_view(tensor.contiguous()))
+    for index, state in enumerate(optimizer.state.get(p, {}) for p in model.parameters()):
+        for role in sorted(state):
+            blob += f"{index}{role}".encode() + bytes(byte_view(state[role].contiguous()))
+    groups = [
+        sorted((k, repr(v)) for k, v in g.items() if k != "params") for g in optimizer.param_groups
+    ]
+    blob += repr(groups).encode() + repr(sorted(schedule.state_dict().items())).encode()
+    blob += bytes(byte_view(torch.get_rng_state())) + repr(random.getstate()).encode()
+    return record_id(bytes(blob))
+
+
+def _step(model, optimizer, schedule, batch) -> float:
+    import torch
+
+    optimizer.zero_grad()
+    loss = torch.nn.functional.mse_loss(model(batch[0]), batch[1]) * (1 + random.random())
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    schedule.step()
+    return loss.item()
+
+
+def _reference(out: str) -> None:
+    model, optimizer, schedule, loader = _training()
+    rows = {0: (digest(model, optimizer, schedule), "")}
+    for step, batch in zip(range(1, STEPS + 1), loader, strict=False):
+        loss = _step(model, optimizer, schedule, batch)
+        rows[step] = (digest(model, optimizer, schedule), loss.hex())
+    Path(out).write_text(json.dumps(rows))
+
+
+def _train(out: str, store: str, options: dict) -> None:
+    import warnings
+
+    from adacheck_store.trainer_hooks.attach import attach
+
+    os.environ["ADACHECK_FAILPOINT"] = options.get("failpoint", "")
+    os.environ["ADACHECK_NODE"] = options.get("node", "node-a")
+    warnings.simplefilter("error")
+    model, optimizer, schedule, loader = _training()
+    with open(out, "w", encoding="utf-8") as journal:  # noqa: PTH123
+
+        def write(**row) -> None:
+            journal.write(json.dumps(row) + "\n")
+            journal.flush()
+
+        with attach(
+            model, optimizer, run="e2e", store=store, policy=options.get("policy", "lossless"),
+            window=WINDOW, base_every=BASE_EVERY, object_lag=OBJECT_LAG,
+        ) as ckpt:  # fmt: skip
+            ckpt.track(schedule=schedule)
+            report = ckpt.restore()
+            write(restored=report.step, digest=digest(model, optimizer, schedule),
+                  certificate=str(report.certificate), reasons=list(report.reasons),
+                  tiers=sorted(report.tiers or {}))  # fmt: skip
+            if options.get("inspect"):
+                return
+            for step, batch in enumerate(ckpt.batches(loader), report.step + 1):
+                assert step <= STEPS, "the run was at its end already"
+                loss = _step(model, optimizer, schedule, batch)
+                assert ckpt.end_step() == step
+                write(step=step, loss=loss.hex())
+                time.sleep(options.get("pause_s", 0.0))
+                if step == STEPS:
+                    break
+            write(final=STEPS, digest=digest(model, optimizer, schedule))
+            if options.get("flush", True):
+                ckpt.flush(60)
+            status = ckpt.status()
+            write(stored=status.stored, drained=status.drained, error=status.last_error)
+
+
+class Worker:
+    """A training process; real, so that SIGKILL is."""
+
+    def __init__(self, folder: Path, store: str, **options) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.out = folder / "journal.jsonl"
+        self.out.unlink(missing_ok=True)
+        self.process = _context.Process(
+            target=_train, args=(str(self.out), store, options), daemon=True
+        )
+        self.process.start()
+
+    def wait(self, timeout_s: float = 120.0) -> int:
+        """Exit code; negative for a signal."""
+        self.process.join(timeout_s)
+        assert self.process.exitcode is not None, "the worker hangs"
+        return self.process.exitcode
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        os.kill(self.process.pid, signal.SIGKILL)
+        self.process.join(30)
+
+    def rows(self) -> list[dict]:
+        """The journal's whole lines."""
+        found = []
+        text = self.out.read_text() if self.out.exists() else ""
+        for line in text.splitlines():
+            try:
+                found.append(json.loads(line))
+            except ValueError:
+                break
+        return found
+
+    def last_step(self) -> int:
+        """The last step this process finished, -1 if none."""
+        return max((row["step"] for row in self.rows() if "step" in row), default=-1)
+
+    def row(self, name: str) -> dict:
+        """The journal's row of that name."""
+        return next(row for row in self.rows() if name in row)
+
+
+def make_reference(folder: Path) -> dict[int, tuple[str, str]]:
+    """Digest and loss of every step of the uninterrupted run."""
+    out = folder / "reference.json"
+    process = _context.Process(target=_reference, args=(str(out),), daemon=True)
+    process.start()
+    process.join(120)
+    assert process.exitcode == 0
+    return {int(step): (row[0], row[1]) for step, row in json.loads(out.read_text()).items()}
+
+
+def check_against(reference: dict[int, tuple[str, str]], worker: Worker) -> None:
+    """Everything a worker reported equals the uninterrupted run."""
+    for row in worker.rows():
+        if "restored" in row:
+            assert row["digest"] == reference[row["restored"]][0], row
+        if "loss" in row:
+            assert row["loss"] == reference[row["step"]][1], row
+        if "final" in row:
+            assert row["digest"] == reference[row["final"]][0], row
