@@ -1,11 +1,278 @@
 """The command line, adacheck-store VERB STORE_URL."""
 
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
 import click
 
 from adacheck_store import __version__
+from adacheck_store.format.errors import AdaCheckError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from adacheck_store.store import Store
+    from adacheck_store.tools.rows import Progress
+
+DEMO = "adacheck_store.demo.command"
+"""The module whose ``command`` is the verb ``demo``; loaded when asked for."""
+
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-@click.group()
+class Verbs(click.Group):
+    """The verbs; ``demo`` is loaded only when it is called. Our errors become one line each."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """All verbs, sorted."""
+        return sorted([*super().list_commands(ctx), "demo"])
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """A verb by its name."""
+        if cmd_name != "demo":
+            return super().get_command(ctx, cmd_name)
+        return _Demo(name="demo", help="Train, kill, restore, compare bit for bit.")
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a verb; an `AdaCheckError` ends it with its exit code."""
+        try:
+            return super().invoke(ctx)
+        except AdaCheckError as error:
+            complain(error)
+            ctx.exit(error.exit_code)
+
+
+class _Demo(click.Command):
+    """Hands everything to the demo's own command, loaded now."""
+
+    def main_command(self) -> click.Command:
+        """The demo's command; raises `click.UsageError` where it is not installed."""
+        try:
+            module = importlib.import_module(DEMO)
+            command = module.command
+        except (ModuleNotFoundError, AttributeError) as error:
+            if isinstance(error, ModuleNotFoundError) and not DEMO.startswith(str(error.name)):
+                raise
+            raise click.UsageError("the demo is not part of this installation") from error
+        if not isinstance(command, click.Command):
+            raise click.ClickException(f"{DEMO}.command is no command")
+        return command
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None,
+        **extra: Any,
+    ) -> click.Context:  # fmt: skip
+        """The context of the demo's own command."""
+        return self.main_command().make_context(info_name, args, parent, **extra)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command the context was made for."""
+        return ctx.command.invoke(ctx)
+
+
+@click.group(cls=Verbs)
 @click.version_option(__version__, prog_name="adacheck-store")
 def main() -> None:
-    """Keep a checkpoint of a training run at every step, and restore it bit for bit."""
+    """Keep a checkpoint of a training run at every step, and restore it bit for bit.
+
+    STORE_URL is file:///folder or a folder's path. Exit codes: 0 clean, 1 damage found, 2 misuse,
+    3 could not check.
+    """
+    logging.basicConfig(format="%(name)s: %(message)s", stream=sys.stderr)
+
+
+def complain(error: AdaCheckError) -> None:
+    """One line on stderr: what, where, and what to do next; a document on stdout if ``--json``."""
+    context = click.get_current_context(silent=True)
+    line = " ".join(str(error).split())
+    click.echo(f"adacheck-store: {line}", err=True)
+    if context is not None and context.meta.get("json"):
+        from adacheck_store.tools.rows import error_json
+
+        click.echo(json.dumps(error_json(error), ensure_ascii=False))
+
+
+def store_options(run: bool = True) -> Decorator:
+    """The argument and options that every verb over a store has."""
+
+    def decorate(verb: Callable[..., Any]) -> Callable[..., Any]:
+        options = [
+            click.argument("store_url"),
+            click.option("--cache", metavar="FOLDER", help="Where the LMDB tiers lie."),
+            click.option(
+                "--json", "as_json", is_flag=True, callback=_note_json,
+                help="Print one JSON document.",
+            ),
+        ]  # fmt: skip
+        if run:
+            options.append(
+                click.option("--run", default="", help="The run; may be left out if there is one.")
+            )
+        for option in reversed(options):
+            verb = option(verb)
+        return verb
+
+    return decorate
+
+
+def _note_json(context: click.Context, _: click.Parameter, value: bool) -> bool:
+    context.meta["json"] = value
+    return value
+
+
+def open_url(url: str, cache: str | None) -> Store:
+    """The store, open for reading."""
+    from adacheck_store.session import open_for_reading
+
+    return open_for_reading(url, cache)
+
+
+def console() -> Console:
+    """Where tables go: wide enough for keys where nobody watches."""
+    from rich.console import Console
+
+    wide = None if sys.stdout.isatty() else 200
+    return Console(width=wide, highlight=False, soft_wrap=wide is not None)
+
+
+@contextlib.contextmanager
+def progress_bar() -> Iterator[Progress]:
+    """A progress bar on stderr if that is a terminal, else nothing."""
+    from rich import progress as bars
+    from rich.console import Console
+
+    from adacheck_store.tools.rows import silent
+
+    stderr = Console(stderr=True)
+    if not stderr.is_terminal:
+        yield silent
+        return
+    columns = (bars.TextColumn("{task.description}"), bars.BarColumn(), bars.DownloadColumn(),
+               bars.TransferSpeedColumn(), bars.TimeRemainingColumn())  # fmt: skip
+    with bars.Progress(*columns, console=stderr, transient=True) as shown:
+        tasks: dict[str, bars.TaskID] = {}
+
+        def tell(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = shown.add_task(what, total=total or None)
+            shown.update(tasks[what], completed=done)
+
+        yield tell
+
+
+def print_json(store_url: str, rows: list[Any], **more: Any) -> None:
+    """One JSON document with all rows."""
+    from adacheck_store.tools.rows import to_json
+
+    document = {"store": store_url, **more, "rows": [to_json(row) for row in rows]}
+    click.echo(json.dumps(document, ensure_ascii=False))
+
+
+@main.command("ls")
+@store_options()
+def ls_verb(store_url: str, cache: str | None, as_json: bool, run: str) -> None:
+    """Runs of a store; with --run what every tier holds of every term."""
+    from adacheck_store.tools.ls import ls
+
+    with open_url(store_url, cache) as store:
+        _show_rows("ls", store_url, list(ls(store, run)), as_json)
+
+
+@main.command("log")
+@store_options()
+def log_verb(store_url: str, cache: str | None, as_json: bool, run: str) -> None:
+    """Terms of a run, their forks, and the floors of its tiers."""
+    from adacheck_store.tools.log import log
+
+    with open_url(store_url, cache) as store:
+        _show_rows("log", store_url, list(log(store, run)), as_json)
+
+
+@main.command("show")
+@store_options()
+@click.argument("what", metavar="STEP|KEY")
+def show_verb(store_url: str, cache: str | None, as_json: bool, run: str, what: str) -> None:
+    """A record by its key, or the records of a step."""
+    from adacheck_store.tools.show import show
+
+    with open_url(store_url, cache) as store:
+        _show_rows("show", store_url, list(show(store, what, run)), as_json)
+
+
+@main.command("status")
+@store_options()
+def status_verb(store_url: str, cache: str | None, as_json: bool, run: str) -> None:
+    """How far each tier is, what it can prove alone, and who holds it."""
+    from adacheck_store.tools.status import status
+
+    with open_url(store_url, cache) as store:
+        _show_rows("status", store_url, list(status(store, run)), as_json)
+
+
+@main.command("fsck")
+@store_options()
+@click.pass_context
+def fsck_verb(
+    ctx: click.Context, store_url: str, cache: str | None, as_json: bool, run: str
+) -> None:
+    """Check every record of a store, read-only, and say which steps are provable."""
+    from adacheck_store.tools.findings import Finding, exit_code
+    from adacheck_store.tools.fsck import fsck
+
+    with open_url(store_url, cache) as store, progress_bar() as tell:
+        rows = list(fsck(store, run, tell))
+    code = exit_code(row for row in rows if isinstance(row, Finding))
+    _show_rows("findings", store_url, rows, as_json, exit_code=code)
+    ctx.exit(code)
+
+
+@main.command("compact")
+@store_options()
+@click.option("--to", "step", type=click.IntRange(min=0), help="Default: the newest provable.")
+def compact_verb(
+    store_url: str, cache: str | None, as_json: bool, run: str, step: int | None
+) -> None:
+    """Fold a run's chain to a base at a step, in the object tier."""
+    from adacheck_store.tools.compact import compact
+
+    with open_url(store_url, cache) as store, progress_bar() as tell:
+        rows = list(compact(store, run, to=step, progress=tell))
+    _show_rows("compact", store_url, rows, as_json)
+
+
+@main.command("restore")
+@store_options()
+@click.argument("file", type=click.Path())
+@click.option("--step", type=click.IntRange(min=0), help="Default: the newest provable.")
+@click.option("--term", default="", help="A branch off the line, by its term.")
+@click.option("--force", is_flag=True, help="Replace FILE if it exists.")
+def restore_verb(
+    store_url: str, cache: str | None, as_json: bool, run: str, file: str, step: int | None,
+    term: str, force: bool,
+) -> None:  # fmt: skip
+    """Write a step's model and optimizer into a safetensors FILE."""
+    from adacheck_store.tools.restore import restore
+
+    with open_url(store_url, cache) as store, progress_bar() as tell:
+        row = restore(store, file, run, step=step, term=term, force=force, progress=tell)
+    _show_rows("restored", store_url, [row], as_json)
+
+
+def _show_rows(kind: str, url: str, rows: list[Any], as_json: bool, **more: Any) -> None:
+    if as_json:
+        print_json(url, rows, **more)
+        return
+    from adacheck_store.tools import tables
+
+    out = console()
+    if kind == "restored":
+        tables.print_restored(out, rows[0])
+    else:
+        getattr(tables, f"print_{kind}")(out, rows)

@@ -146,7 +146,7 @@ def carry_out(
             catalog = _end_chain(catalog, plan, error.last_match)
             continue
         return Outcome(
-            plan=plan, result=result, fetcher=fetcher, lost=max(0, newest - plan.step),
+            plan=plan, result=result, fetcher=fetcher, lost=max(0, newest - plan.step) if step is None else 0,
             reasons=(*plan.reasons, *reasons),
         )  # fmt: skip
 

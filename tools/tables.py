@@ -1,0 +1,229 @@
+"""Rows as tables and text that people can read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from .compact import CompactRow
+from .findings import Finding, Provable, exit_code
+from .log import FloorRow, TermRow
+from .ls import HoldingRow, RunRow
+from .restore import RestoredFile
+from .show import RecordRow, StepRow
+from .status import TierRow, TroubleRow
+
+_STYLES = {"damage": "bold red", "warning": "yellow", "info": "dim"}
+_FINDINGS_PER_KIND = 10
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def size(nbytes: int) -> str:
+    """Bytes as ``1.5 MiB``."""
+    value = float(nbytes)
+    for unit in _UNITS[:-1]:
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} {_UNITS[-1]}"
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return escape(str(value))
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", header_style="bold", expand=False)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def _print(console: Console, table: Table, rows: Iterable[Iterable[Any]]) -> None:
+    for row in rows:
+        table.add_row(*(_text(value) for value in row))
+    if table.row_count:
+        console.print(table)
+
+
+def print_ls(console: Console, rows: list[RunRow | HoldingRow]) -> None:
+    """Runs, and what lies where."""
+    runs = [row for row in rows if isinstance(row, RunRow)]
+    _print(
+        console,
+        _table("Runs", "run", "terms", "steps", "provable", "bases", "records", "bytes", "?"),
+        (
+            (r.run, r.terms, r.steps, r.provable, r.bases, r.records,
+             "  ".join(f"{tier} {size(n)}" for tier, n in r.nbytes.items()), r.troubles or "")
+            for r in runs
+        ),
+    )  # fmt: skip
+    if not runs:
+        console.print("no runs")
+    _print(
+        console, _table("Holdings", "term", "line", "tier", "bases", "deltas", "extras", "bytes"),
+        (
+            (r.term, r.on_line, r.tier, r.bases, r.deltas, r.extras, size(r.nbytes))
+            for r in rows if isinstance(r, HoldingRow)
+        ),
+    )  # fmt: skip
+
+
+def print_log(console: Console, rows: list[TermRow | FloorRow]) -> None:
+    """Terms and floors."""
+    _print(
+        console,
+        _table("Terms", "claim", "term", "line", "parent", "fork", "first", "steps", "on the line"),
+        (
+            (r.claim, r.term, r.on_line, r.parent or None, r.fork_step, r.first, r.steps,
+             r.line_steps)
+            for r in rows if isinstance(r, TermRow)
+        ),
+    )  # fmt: skip
+    _print(
+        console, _table("Floors", "entry", "tier", "step", "kept", "of terms", "written by"),
+        (
+            (r.index, r.tier, r.step, r.kept, " ".join(r.terms), r.term)
+            for r in rows if isinstance(r, FloorRow)
+        ),
+    )  # fmt: skip
+
+
+def print_status(console: Console, rows: list[TierRow | TroubleRow]) -> None:
+    """Tiers and troubles."""
+    _print(
+        console,
+        _table("Tiers", "tier", "newest", "provable", "behind", "bases", "newest base", "bytes",
+               "held by"),
+        (
+            (r.tier, r.newest, r.provable, r.behind, r.bases, r.newest_base, size(r.nbytes),
+             r.holder)
+            for r in rows if isinstance(r, TierRow)
+        ),
+    )  # fmt: skip
+    _print(
+        console, _table("Troubles", "tier", "key", "what"),
+        ((r.tier, r.key, r.what) for r in rows if isinstance(r, TroubleRow)),
+    )  # fmt: skip
+
+
+def print_show(console: Console, rows: list[StepRow | RecordRow]) -> None:
+    """A step and its records."""
+    for row in rows:
+        if isinstance(row, StepRow):
+            how = f"base {row.base} and {row.deltas} deltas" if row.provable else row.why
+            word = "provable" if row.provable else "not provable"
+            console.print(f"step {row.step} of term {row.term}: {word} ({escape(how)})")
+            continue
+        console.print(f"\n[bold]{escape(row.key)}[/bold]")
+        facts = {
+            "kind": row.kind, "id": row.id, "in": ", ".join(row.tiers), "step": row.step,
+            "parent": row.parent, "manifest": row.manifest, "layout": row.layout,
+            "bytes": size(row.nbytes), "info": row.info,
+        }  # fmt: skip
+        for name, value in facts.items():
+            if value not in ("", None):
+                console.print(f"  {name:9} {_text(value)}")
+        _print(
+            console, _table("arrays", "name", "dtype", "elements", "bytes", "blocks"),
+            ((a.name, a.dtype, a.elements, size(a.nbytes), a.blocks) for a in row.arrays),
+        )  # fmt: skip
+        _print_tree(console, row.body, 1)
+
+
+def _print_tree(console: Console, value: Mapping[str, Any], depth: int) -> None:
+    for name, item in value.items():
+        lead = "  " * depth + escape(str(name))
+        if isinstance(item, Mapping) and item:
+            console.print(lead)
+            _print_tree(console, item, depth + 1)
+        elif isinstance(item, list) and any(isinstance(entry, Mapping | list) for entry in item):
+            for number, entry in enumerate(item):
+                inner = entry if isinstance(entry, Mapping) else {str(number): entry}
+                console.print(f"{lead} {number}")
+                _print_tree(console, inner, depth + 1)
+        else:
+            console.print(f"{lead}: {_text(item)}")
+
+
+def print_findings(console: Console, rows: list[Finding | Provable]) -> None:
+    """Findings by severity, provable steps, and the result in a line."""
+    findings = [row for row in rows if isinstance(row, Finding)]
+    for severity, style in _STYLES.items():
+        counts: dict[tuple[str, str], int] = {}
+        for item in findings:
+            if item.severity != severity:
+                continue
+            group = (item.kind, item.tier)
+            counts[group] = counts.get(group, 0) + 1
+            if counts[group] <= _FINDINGS_PER_KIND:
+                _print_finding(console, item, style)
+        for (kind, tier), count in counts.items():
+            if count > _FINDINGS_PER_KIND:
+                console.print(f"[{style}]{severity}[/{style}] {kind} in {_text(tier)}: "
+                              f"{count} in all (--json lists them)")  # fmt: skip
+    _print(
+        console, _table("Provable steps", "run", "from", "steps", "newest", "count"),
+        (
+            (r.run, "all tiers" if r.tier == "all" else f"{r.tier} alone", r.steps, r.newest,
+             r.count)
+            for r in rows if isinstance(r, Provable)
+        ),
+    )  # fmt: skip
+    console.print(summary(findings))
+
+
+def _print_finding(console: Console, item: Finding, style: str) -> None:
+    where = " ".join(
+        f"{name}={value}" for name, value in
+        (("tier", item.tier), ("key", item.key or item.run), ("path", item.path)) if value
+    )  # fmt: skip
+    rule = f" {item.invariant}" if item.invariant else ""
+    console.print(f"[{style}]{item.severity}[/{style}] {item.kind}{rule}: {escape(item.what)}")
+    console.print(f"    {escape(where)}")
+    if item.severity != "info":
+        console.print(f"    so: {escape(item.consequence)}")
+        console.print(f"    do: {escape(item.remedy)}")
+
+
+def summary(findings: list[Finding]) -> str:
+    """The result of a check in a line."""
+    count = {name: sum(item.severity == name for item in findings) for name in _STYLES}
+    word = {0: "clean", 1: "damaged", 3: "not everything could be checked"}[exit_code(findings)]
+    return f"{word}: {count['damage']} damages, {count['warning']} warnings, {count['info']} notes"
+
+
+def print_restored(console: Console, row: RestoredFile) -> None:
+    """A restored file."""
+    console.print(f"step {row.step} of run {escape(row.run)} -> {escape(row.path)}")
+    console.print(f"  {row.tensors} tensors, {size(row.nbytes)}")
+    console.print(f"  certificate: {row.certificate}")
+    console.print("  read from: " + ", ".join(f"{t} {size(n)}" for t, n in row.tiers.items()))
+    if row.lost:
+        console.print(f"  [yellow]{row.lost} newer steps cannot be proven:[/yellow]")
+    for reason in row.reasons[:5]:
+        console.print(f"    {escape(reason)}")
+
+
+def print_compact(console: Console, rows: list[CompactRow]) -> None:
+    """What was compacted."""
+    words = {
+        "folded": "folded", "copied": "copied from another tier",
+        "present": "was there already: nothing done",
+    }  # fmt: skip
+    for row in rows:
+        console.print(
+            f"base {row.step} of {row.part} in {row.tier}: {words[row.done]} "
+            f"(base {row.base_step} and {row.deltas} deltas, {row.exactness}, {size(row.nbytes)})"
+        )
+        console.print(f"  {escape(row.key)}")
+        for reason in row.reasons[:5]:
+            console.print(f"  {escape(reason)}")
