@@ -228,6 +228,11 @@ class LocalObjects:
                     with suppress(FileExistsError):
                         os.mkdir(part, 0o755, dir_fd=fd)
                 deeper = os.open(part, _FOLDER, dir_fd=fd)
+            except NotADirectoryError:
+                # Below an object lies nothing; a link, though, is damage.
+                if not create and stat.S_ISREG(os.lstat(part, dir_fd=fd).st_mode):
+                    raise FileNotFoundError(errno.ENOENT, "below an object", part) from None
+                raise
             finally:
                 os.close(fd)
             fd = deeper

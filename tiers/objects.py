@@ -20,7 +20,8 @@ from adacheck_store.format.keys import MARKER
 FORMAT = "adacheck-store"
 VERSION = 1
 
-_PART = re.compile(r"[^/\x00-\x1f\x7f]{1,255}")
+_PART = re.compile(r"[^/\x00-\x1f\x7f\ud800-\udfff]+")
+_PART_BYTES_MAX = 255
 _NAME_BYTES_MAX = 1024
 
 
@@ -55,7 +56,8 @@ def check_name(name: str) -> list[str]:
     """The parts of an object's name; raises `NameRefusedError`."""
     parts = name.split("/")
     strange = any(not _PART.fullmatch(part) or part in (".", "..") for part in parts)
-    if strange or len(name.encode("utf-8", "surrogatepass")) > _NAME_BYTES_MAX:
+    sizes = [len(part.encode("utf-8", "surrogatepass")) for part in parts]
+    if strange or max(sizes) > _PART_BYTES_MAX or sum(sizes) + len(parts) > _NAME_BYTES_MAX:
         raise NameRefusedError(f"not the name of an object: {name[:100]!r}")
     return parts
 

@@ -1,0 +1,275 @@
+"""What is special about the zarr tier: plain zarr, packs, the log."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zarr
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adacheck_store.format.errors import (
+    AdaCheckError,
+    DigestMismatchError,
+    ForkError,
+    MalformedError,
+    RecordNotFoundError,
+    TierFullError,
+)
+from adacheck_store.format.ids import BLOCK_BYTES
+from adacheck_store.tiers import failpoints
+from adacheck_store.tiers.object_local import LocalObjects
+from adacheck_store.tiers.zarr import ZarrTier
+from adacheck_store.tiers.zarr_meta import chunk_bytes, chunk_count
+from tests.conformance.records import MIB, World, fetch, grads, noise, same, state
+
+
+@pytest.fixture
+def tier(tmp_path: Path) -> Iterator[ZarrTier]:
+    """A tier in a folder."""
+    tier = ZarrTier(LocalObjects(tmp_path))
+    yield tier
+    tier.close()
+
+
+def packs(path: Path) -> list[str]:
+    """Names of the packs in a folder."""
+    return sorted(file.parent.name for file in path.rglob("pack/*/zarr.json"))
+
+
+def test_plain_zarr_opens_a_base(tier: ZarrTier, tmp_path: Path) -> None:
+    """Named arrays, raw unsigned integers, true dtypes among the attributes."""
+    world = World()
+    values = np.arange(3 * MIB, dtype=np.float32)
+    arrays = {
+        "layers/param": ("F32", values.tobytes()),
+        "layers/exp_avg": ("BF16", bytes(range(256)) * 2),
+        "flags/buffer": ("BOOL", b"\1\0\1"),
+        "tiny/param": ("F8_E4M3", b"\x38\x39"),
+        "wave/buffer": ("C128", np.array([1 + 2j, 3j], np.complex128).tobytes()),
+        "spare/param": ("F64", b""),
+    }
+    base = world.base(8, arrays)
+    tier.put([*world.roots(), base])
+    group = zarr.open_group(tmp_path / base.key, mode="r")
+    assert group.attrs["id"] == base.expected_id
+    names = sorted(name for name, item in group.members(max_depth=None) if hasattr(item, "shape"))
+    assert names == sorted(arrays)
+    read = np.asarray(group["layers/param"][:])
+    assert read.dtype == np.uint32
+    assert np.array_equal(read.view(np.float32), values)
+    assert group["layers/param"].attrs["dtype"] == "F32"
+    assert group["layers/exp_avg"].dtype == np.uint16
+    assert group["flags/buffer"].shape == (3,)
+    assert group["spare/param"].shape == (0,)
+    pairs = np.asarray(group["wave/buffer"][:])
+    assert pairs.dtype == np.uint64
+    assert np.array_equal(pairs.view(np.complex128), [1 + 2j, 3j])
+    for source in world.roots():
+        assert zarr.open_group(tmp_path / source.key, mode="r").attrs["id"] == source.expected_id
+
+
+@given(st.integers(0, 1 << 36))
+def test_chunks_waste_little(nbytes: int) -> None:
+    """Whole blocks, at most 8 MiB, and at most 3 % of padding beyond the last block."""
+    chunk = chunk_bytes(nbytes)
+    assert chunk <= 8 * MIB
+    count = chunk_count(nbytes, chunk)
+    assert count * chunk >= nbytes
+    if count > 1:
+        assert chunk % BLOCK_BYTES == 0
+        assert chunk >= 4 * MIB
+        assert count * chunk - nbytes < BLOCK_BYTES + max(3 * MIB, nbytes // 32)
+    else:
+        assert chunk == nbytes
+
+
+def test_packs_hold_consecutive_steps(tier: ZarrTier, tmp_path: Path) -> None:
+    """One put becomes one pack for each part and run of steps."""
+    world = World()
+    tier.put(world.roots())
+    tier.put([world.delta(step, grads(500)) for step in (3, 1, 2, 7, 8, 20)]
+             + [world.extra(step) for step in (1, 2)])  # fmt: skip
+    spans = [tuple(int(word) for word in name.split("-")[:2]) for name in packs(tmp_path)]
+    assert sorted(spans) == [(1, 2), (1, 3), (7, 8), (20, 20)]
+    for pack in tmp_path.rglob("pack/*"):
+        assert zarr.open_group(pack, mode="r")["data"].dtype == np.uint8
+
+
+def test_a_pack_goes_as_a_whole(tier: ZarrTier, tmp_path: Path) -> None:
+    """Records of a pack are deleted when all of them are named together."""
+    world = World()
+    sources = [world.delta(step, grads(500)) for step in range(1, 9)]
+    tier.put([*world.roots(), *sources[:4]])
+    tier.put(sources[4:])
+    tier.delete([source.key for source in sources[:6]])
+    assert same(tier, sources[4:])
+    with pytest.raises(RecordNotFoundError):
+        tier.head(sources[0].key)
+    assert len(packs(tmp_path)) == 1
+    tier.delete([source.key for source in sources])
+    assert not packs(tmp_path)
+
+
+def test_the_same_pack_again_is_repaired_in_place(tier: ZarrTier, tmp_path: Path) -> None:
+    """No second pack is made of records that one holds already; a missing chunk comes back."""
+    world = World()
+    sources = [world.delta(step, grads(6 * MIB)) for step in (1, 2)]
+    tier.put([*world.roots(), *sources])
+    chunks = sorted(tmp_path.rglob("pack/*/data/c/*"))
+    assert len(chunks) == 2
+    whole = chunks[1].read_bytes()
+    chunks[1].unlink()
+    with pytest.raises(RecordNotFoundError, match="chunk 1"):
+        fetch(tier, sources[1].key)
+    tier.put(sources)
+    assert chunks[1].read_bytes() == whole
+    assert same(tier, sources)
+    assert len(packs(tmp_path)) == 1
+
+
+def test_packs_may_overlap(tier: ZarrTier, tmp_path: Path) -> None:
+    """What one pack has lost another gives; listing names each record once."""
+    world = World()
+    sources = {step: world.delta(step, grads(MIB)) for step in range(1, 7)}
+    tier.put([*world.roots(), *(sources[step] for step in (1, 2, 3, 4))])
+    tier.put([sources[step] for step in (3, 4, 5, 6)])
+    assert len(packs(tmp_path)) == 2
+    keys = [source.key for source in sources.values()]
+    assert list(tier.list(f"{world.run}/{world.term}/{world.part}/")) == keys
+    first = next(iter(tmp_path.rglob("pack/*0001-*0004-*")))
+    for damage in ("data/c/0", "zarr.json"):
+        (first / damage).write_bytes(b"{}")
+        fresh = ZarrTier(LocalObjects(tmp_path))
+        assert same(fresh, [sources[3], sources[4], sources[6]])
+        with pytest.raises(AdaCheckError):
+            fetch(fresh, sources[1].key)
+    assert list(tier.forks("")) == []
+
+
+def test_forks_are_found(tier: ZarrTier) -> None:
+    """Two writers of one step: neither is believed, and the listing for fsck names both ids."""
+    world = World()
+    one = [world.delta(step, grads(500)) for step in (1, 2, 3)]
+    other = world.delta(2, grads(500))
+    tier.put([*world.roots(), *one])
+    tier.put([other])
+    with pytest.raises(ForkError) as caught:
+        tier.head(other.key)
+    assert caught.value.place["part"] == world.part
+    assert same(tier, [one[0], one[2]])
+    assert list(tier.forks("")) == [(other.key, frozenset({one[1].expected_id, other.expected_id}))]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda a: a["records"].pop(), lambda a: a.update(chunk_bytes=0),
+        lambda a: a.update(chunk_bytes=2**60), lambda a: a.update(nbytes=-1),
+        lambda a: a["records"][0].update(offset=-5), lambda a: a["records"][1].update(offset=10**9),
+        lambda a: a["records"].append(a["records"][0]), lambda a: a.update(records=7),
+        lambda a: a["records"][0].update(key="x"), lambda a: a.update(adacheck_pack=9),
+        lambda a: a.clear(),
+    ],
+)  # fmt: skip
+def test_documents_that_lie(tier: ZarrTier, tmp_path: Path, change: object) -> None:
+    """A pack's document is checked before anything is believed."""
+    world = World()
+    sources = [world.delta(step, grads(500)) for step in (1, 2)]
+    tier.put([*world.roots(), *sources])
+    file = next(iter(tmp_path.rglob("pack/*/zarr.json")))
+    document = json.loads(file.read_text())
+    change(document["attributes"])  # type: ignore[operator]
+    file.write_text(json.dumps(document))
+    fresh = ZarrTier(LocalObjects(tmp_path))
+    with pytest.raises(MalformedError):
+        fresh.head(sources[0].key)
+
+
+def test_offsets_that_lie(tier: ZarrTier, tmp_path: Path) -> None:
+    """An offset within the pack but wrong gives bytes that do not verify."""
+    world = World()
+    sources = [world.delta(step, grads(500)) for step in (1, 2)]
+    tier.put([*world.roots(), *sources])
+    file = next(iter(tmp_path.rglob("pack/*/zarr.json")))
+    document = json.loads(file.read_text())
+    document["attributes"]["records"][1]["offset"] = 8
+    file.write_text(json.dumps(document))
+    with pytest.raises(DigestMismatchError):
+        fetch(ZarrTier(LocalObjects(tmp_path)), sources[1].key)
+
+
+def test_listing_reads_no_object(tier: ZarrTier) -> None:
+    """Keys in packs come from the packs' names."""
+    world = World()
+    tier.put([*world.roots(), *(world.delta(step) for step in range(1, 100)), world.base(1, {})])
+    read: list[str] = []
+    objects = tier._objects
+    real = objects.get
+    objects.get = lambda name, *rest: read.append(name) or real(name, *rest)  # type: ignore
+    assert len(list(tier.list(""))) == 102
+    assert not read
+
+
+def test_the_log_is_taken_once(tmp_path: Path) -> None:
+    """Several processes claim entries at once: each entry has one owner."""
+    code = (
+        "import sys; from tests.conformance.records import *; "
+        "from adacheck_store.format.errors import ForkError; "
+        "from adacheck_store.tiers.zarr import ZarrTier; "
+        "from adacheck_store.tiers.object_local import LocalObjects\n"
+        "t = ZarrTier(LocalObjects(sys.argv[1])); won = []\n"
+        "for i in range(40):\n"
+        "    try: t.put([World().claim(i)]); won.append(i)\n"
+        "    except ForkError: pass\n"
+        "print(*won)"
+    )
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(3)
+    ]
+    won: list[int] = []
+    for process in processes:
+        output, _ = process.communicate(timeout=60)
+        assert process.returncode == 0
+        won += [int(word) for word in output.split()]
+    assert sorted(won) == list(range(40))
+
+
+def test_damaged_log_entry_is_never_replaced(tier: ZarrTier, tmp_path: Path) -> None:
+    """What it said cannot be known, so it stays taken."""
+    world = World()
+    claim = world.claim(3)
+    tier.put([claim])
+    file = tmp_path / claim.key / "zarr.json"
+    file.write_bytes(file.read_bytes()[:-40])
+    for source in (claim, World().claim(3)):
+        with pytest.raises((MalformedError, ForkError)):
+            tier.put([source])
+    assert tier.list("") is not None
+
+
+@pytest.mark.parametrize(
+    "point", ["local.file.fsync.before:3", "local.rename.before:2", "local.folder.fsync.before"]
+)
+def test_failing_medium(tier: ZarrTier, tmp_path: Path, point: str) -> None:
+    """An error of the system is typed, leaves no chunk behind, and the put can be done again."""
+    world = World()
+    tier.put(world.roots())
+    tier.sync()
+    source = world.base(1, state())
+    failpoints.arm(f"{point}=raise")
+    with pytest.raises(TierFullError) as caught:
+        tier.put([source])
+    failpoints.disarm()
+    assert caught.value.place["tier"] == "zarr"
+    assert not list(tmp_path.rglob("c/*"))
+    assert not list((tmp_path / ".tmp").iterdir())
+    tier.put([source, world.delta(1, {"0/a/grad.raw": ("U8", noise(10))})])
+    assert same(tier, [source])
