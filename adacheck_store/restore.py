@@ -145,8 +145,9 @@ def carry_out(
             reasons.append(str(error))
             catalog = _end_chain(catalog, plan, error.last_match)
             continue
+        unproven = newest - plan.step if step is None else 0
         return Outcome(
-            plan=plan, result=result, fetcher=fetcher, lost=max(0, newest - plan.step) if step is None else 0,
+            plan=plan, result=result, fetcher=fetcher, lost=max(0, unproven),
             reasons=(*plan.reasons, *reasons),
         )  # fmt: skip
 
