@@ -24,7 +24,7 @@ from adacheck_store.optimizers import group_values
 
 from .layouts import Binding
 from .outside import OutsideWatch
-from .stager import HostBuffer, Stager, copy, staged_dtype
+from .stager import HostBuffer, Stager, copy, round_into, staged_dtype
 
 FUSED_WIDTH = 16
 """Elements that the widest fused kernel takes at once (AVX-512; 8 under AVX2)."""
@@ -200,18 +200,17 @@ class Capture:
         if not indices:
             return
         buffer = self._held_buffer()
-        grads = [self._checked(i, self._grad(i)) for i in indices]
-        views = [buffer.views[i] for i in indices]
-        rounded = [k for k, i in enumerate(indices) if self._rounds(i)]
+        grads = {i: self._checked(i, self._grad(i)) for i in indices}
+        rounded = [i for i in indices if self._rounds(i)]
+        kept = [i for i in indices if not self._rounds(i)]
         with torch.no_grad():
             if self._stager.device and rounded:
-                halves = [grads[k].to(torch.bfloat16) for k in rounded]
-                torch._foreach_copy_([grads[k] for k in rounded], halves)
-                copy(views, grads)
-            else:
-                copy(views, grads)
-                if rounded:
-                    torch._foreach_copy_([grads[k] for k in rounded], [views[k] for k in rounded])
+                halves = [grads[i].to(torch.bfloat16) for i in rounded]
+                torch._foreach_copy_([grads[i] for i in rounded], halves)
+                kept = indices
+            elif rounded:
+                round_into([buffer.views[i] for i in rounded], [grads[i] for i in rounded])
+            copy([buffer.views[i] for i in kept], [grads[i] for i in kept])
         for index in indices:
             grad = self._grad(index)
             self._early[index] = (grad, grad._version)

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from adacheck_store.format.errors import MalformedError, UnsupportedError
 
 
 def rng_state() -> dict[str, Any]:
-    """Python's, numpy's (if imported), torch's and every used CUDA device's generator."""
+    """Python's, numpy's, torch's and every used CUDA device's generator."""
     version, words, gauss = random.getstate()
     found: dict[str, Any] = {
         "python": {"version": version, "words": _words(words), "gauss": gauss},
         "torch": torch.get_rng_state(),
+        "numpy": _numpy_state(),
     }
-    if "numpy" in sys.modules:
-        found["numpy"] = _numpy_state()
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         found["cuda"] = {
             str(index): torch.cuda.get_rng_state(index)
@@ -48,12 +47,10 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
 
 
 def _words(words: tuple[int, ...]) -> torch.Tensor:
-    return torch.tensor(words, dtype=torch.int64).to(torch.uint32)
+    return torch.from_numpy(np.array(words, dtype=np.uint32))
 
 
 def _numpy_state() -> dict[str, Any]:
-    import numpy as np
-
     state: tuple[Any, ...] = tuple(np.random.get_state())
     name, keys, position, has_gauss, gauss = state
     if name != "MT19937":
@@ -67,7 +64,5 @@ def _numpy_state() -> dict[str, Any]:
 
 
 def _set_numpy_state(state: Mapping[str, Any]) -> None:
-    import numpy as np
-
     keys = state["words"].numpy()
     np.random.set_state(("MT19937", keys, state["position"], state["has_gauss"], state["gauss"]))

@@ -7,7 +7,6 @@ import torch
 
 from adacheck_store.format.bodies import decode_delta
 from adacheck_store.format.errors import OrderError, UnsupportedError
-
 from adacheck_store.trainer_hooks.encode import Encoder
 
 from .helpers import (
