@@ -225,9 +225,12 @@ class Fold:
             pieces.append(
                 Piece(
                     slice=index, group=item.group, start=low - item.offset,
-                    stop=high - item.offset, param=views[section.main_role][cut],
-                    grad=scratch[cut],
-                    roles={r: v[cut] for r, v in views.items() if r != section.main_role},
+                    stop=high - item.offset, param=_shaped(item, views[section.main_role][cut]),
+                    grad=_shaped(item, scratch[cut]),
+                    roles={
+                        role: _shaped(item, view[cut])
+                        for role, view in views.items() if role != section.main_role
+                    },
                     present=present, scalars=scalars,
                 )
             )  # fmt: skip
@@ -263,7 +266,7 @@ class Fold:
     def _decode_run(self, delta: Delta, number: int, grad: Grad, pieces: Sequence[Piece]) -> None:
         name = grad_array(number, grad.section, grad.encoding)
         begin = grad.offset + pieces[0].start
-        target = pieces[0].grad
+        target = pieces[0].grad.reshape(-1)
         if len(pieces) > 1:
             last = pieces[-1].grad
             span = last.storage_offset() + last.numel() - target.storage_offset()
@@ -349,6 +352,11 @@ def _empty_here(section: Section, item: Slice, start: int, stop: int) -> bool:
     """An empty slice has counters to step: it belongs to the window its offset falls into."""
     at = max(0, min(item.offset, section.elements - 1))
     return item.elements == 0 and start <= at < max(stop, 1)
+
+
+def _shaped(item: Slice, flat: torch.Tensor) -> torch.Tensor:
+    """A cut as the engine takes it: flat, but a scalar stays one, for it promotes differently."""
+    return flat.reshape(()) if item.shape == () else flat
 
 
 def _shift(section: Section, piece: Piece, grad: Grad) -> int:
