@@ -116,7 +116,12 @@ def arithmetic_digest(name: str, groups: Groups, dtypes: Sequence[str], device: 
     """
     signatures = sorted({_signature(group) for group in groups})
     key = (name, tuple(signatures), tuple(sorted(set(dtypes))), device)
-    return _vector_digest(*key)
+    return _vector_digest(*key, _flushes_denormals())
+
+
+def _flushes_denormals() -> bool:
+    """Whether this thread's arithmetic takes the smallest numbers for zero (a flag per thread)."""
+    return (torch.full((), 2.0**-126) * 0.5).item() == 0.0
 
 
 _FIXED = {"lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "dampening": 0.0}
@@ -145,18 +150,22 @@ def _typed_like(value: Any, fixed: Any) -> Any:
 
 
 def _vector_input(dtype: torch.dtype, seed: int, spread: int) -> torch.Tensor:
-    """Fixed numbers of both signs over ``spread`` powers of two, from integers alone."""
+    """Fixed numbers of both signs over ``spread`` powers of two, from integers alone.
+
+    One in eight is so small that its square is denormal in float32, half of those are themselves.
+    """
     i = torch.arange(VECTOR_ELEMENTS, dtype=torch.int64)
     h = (i * 2654435761 + seed * 40503 + 12345) % 2147483647
     h = (h * 48271) % 2147483647
     mantissa = (h % 1000003).to(torch.float64) / 500001.5 - 1.0
-    values = torch.ldexp(mantissa, -(h % spread).to(torch.int64))
+    tiny = 66 * (i % 8 == 7).to(torch.int64) + 62 * (i % 16 == 15).to(torch.int64)
+    values = torch.ldexp(mantissa, -(h % spread) - tiny)
     return values.to(dtype)
 
 
 @lru_cache(maxsize=64)
 def _vector_digest(
-    name: str, signatures: tuple[str, ...], dtypes: tuple[str, ...], device: str
+    name: str, signatures: tuple[str, ...], dtypes: tuple[str, ...], device: str, flushes: bool
 ) -> str:
     spec = spec_named(name)
     digest = hashlib.blake2b(name.encode(), digest_size=16)
