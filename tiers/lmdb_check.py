@@ -15,7 +15,8 @@ from lmdb.verify import VerifyError, verify
 
 from adacheck_store.format.errors import TierDamagedError
 
-from . import durable
+from . import durable, lock_file
+from .medium import busy
 
 DATA_FILE = "data.mdb"
 _META_BYTES = 152
@@ -52,9 +53,13 @@ def check(path: str, tier: str, *, live: bool = False) -> None:
 def quarantine(path: str) -> str:
     """Set a damaged LMDB folder aside as ``<path>-damaged-<n>``; returns its new path.
 
-    Nobody may have it open. What still verifies in it can be read from there by hand.
+    Raises `TierBusyError` while a process writes to it. What still verifies in it can be read
+    from there by hand.
     """
     path = os.path.realpath(path)
+    holder = lock_file.holder(path)
+    if holder:
+        raise busy("", path, holder)
     number = 1
     while os.path.lexists(f"{path}-damaged-{number}"):
         number += 1

@@ -42,6 +42,9 @@ class LocalObjects:
         self._unsynced: set[tuple[str, ...]] = set()
         self._root_is_new = False
 
+    def __reduce__(self) -> tuple[type, tuple[str]]:
+        return type(self), (self.path,)
+
     def put(self, name: str, buffers: Sequence[Buffer], if_absent: bool = False) -> bool:
         """Store an object, whole or not at all; False if ``if_absent`` and the name is taken."""
         parts = self._parts(name)

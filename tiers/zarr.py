@@ -24,7 +24,7 @@ from adacheck_store.format.errors import (
     TruncatedError,
 )
 from adacheck_store.format.head import SealedHead
-from adacheck_store.format.keys import Key, is_key, parse_key
+from adacheck_store.format.keys import MARKER, Key, is_key, parse_key
 from adacheck_store.format.record import array_offsets
 
 from .base import Source, Tier, TierTraits
@@ -116,11 +116,16 @@ class ZarrTier(Tier):
             ).at(**held.head.place())
 
     def _withdraw(self, begun: list[Key]) -> None:
-        """Delete the chunks of groups whose document was not written."""
+        """Delete groups whose document was not written; what cannot be is left as orphans."""
         for key in begun:
-            with suppress(AdaCheckError):
-                if key.kind in ("base", "pack"):
-                    self._objects.delete(tuple(self._objects.list(f"{key}/")))
+            if key.kind in ("base", "pack"):
+                with suppress(AdaCheckError):
+                    self._remove(key)
+
+    def _remove(self, key: Key) -> None:
+        """Delete a group, its document first."""
+        self._objects.delete([f"{key}{_TAIL}"])
+        self._objects.delete(tuple(self._objects.list(f"{key}/")))
 
     def delete(self, keys: Iterable[str]) -> None:
         """Delete records, heads first; a pack only when all its steps are named."""
@@ -138,7 +143,7 @@ class ZarrTier(Tier):
                 self._shelf.forget(place)
             self._objects.delete(f"{key}{_TAIL}" for key in whole)
             for key in whole:
-                self._objects.delete(tuple(self._objects.list(f"{key}/")))
+                self._remove(key)
                 self._shelf.drop(key)
                 self._forget_group(str(key))
             self._links.forget()
@@ -171,6 +176,14 @@ class ZarrTier(Tier):
             return read_span(self._objects, name, group.chunks[array], start, stop)
 
     def _read_packed(self, key: Key, array: str, first: int, count: int) -> bytes:
+        try:
+            return self._read_from_packs(key, array, first, count)
+        except RecordNotFoundError:
+            # A pack known here may be gone, and another have come in its place.
+            self._shelf.forget(place_of(key))
+            return self._read_from_packs(key, array, first, count)
+
+    def _read_from_packs(self, key: Key, array: str, first: int, count: int) -> bytes:
         trouble: RecordNotFoundError | TruncatedError | None = None
         for pack in self._shelf.find(key):
             sealed = pack.head(key.step)
@@ -229,6 +242,17 @@ class ZarrTier(Tier):
                 if len(ids) > 1:
                     yield name, frozenset(ids)
 
+    def orphans(self, prefix: str) -> Iterator[str]:
+        """Objects that no record owns: of puts that did not end, or of somebody else; for fsck.
+
+        A put that is still going on shows here too.
+        """
+        with self._placed():
+            for owner, names in groupby(self._objects.list(prefix), key=_owner):
+                found = tuple(names)
+                if f"{owner}{_TAIL}" not in found and found != (MARKER,):
+                    yield from found
+
     def packs(self, prefix: str) -> Iterator[Pack]:
         """Documents of the packs below a prefix that verify; for fsck and statistics."""
         with self._placed():
@@ -265,6 +289,15 @@ def _stepped(key: Key) -> bool:
 def _pack_place(key: Key) -> str:
     """The place of a pack; empty for any other key."""
     return place_of(key) if key.kind == "pack" else ""
+
+
+def _owner(name: str) -> str:
+    """Key of the record or pack an object belongs to by its name; empty for no key."""
+    parts = name.split("/")
+    for depth in (3, 4, 5):
+        if len(parts) > depth and is_key(key := "/".join(parts[:depth])):
+            return key
+    return ""
 
 
 def _below(prefix: str) -> str:

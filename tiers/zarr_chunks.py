@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from adacheck_store.format.errors import RecordNotFoundError, TruncatedError
+from adacheck_store.format.errors import MalformedError, RecordNotFoundError, TruncatedError
 from adacheck_store.format.ids import Buffer
 
 from .objects import Objects
@@ -35,25 +35,32 @@ def read_span(objects: Objects, array: str, chunk: int, start: int, stop: int) -
 
 
 class ChunkWriter:
-    """Cuts the bytes of one array into chunk objects.
+    """Cuts the bytes of one array into chunk objects of ``chunk`` bytes.
 
-    ``chunk`` is the length of a chunk. ``nbytes``, where known, lets an array of one chunk be
-    written at its own length; where it is not, the caller's `end` decides. With ``repair`` only
-    chunks that differ from what stands there are written.
+    An array of one chunk is written at its own length, the last of several is padded. Where
+    ``expected``, the array's size, is known, the last chunk is written as soon as it is full.
+    With ``repair`` only chunks that differ from what stands there are written.
     """
 
-    def __init__(self, objects: Objects, array: str, chunk: int, *, repair: bool = False) -> None:
+    def __init__(
+        self, objects: Objects, array: str, chunk: int, *, expected: int | None = None,
+        repair: bool = False,
+    ) -> None:  # fmt: skip
         self._objects = objects
         self._array = array
         self._repair = repair
+        self._expected = expected
         self._buffer = bytearray(chunk)
         self._filled = 0
         self._index = 0
+        self._ended = False
         self.chunk = chunk
         self.nbytes = 0
 
     def add(self, data: memoryview) -> None:
         """Append bytes, which may be reused afterwards."""
+        if self._expected is not None and self.nbytes + data.nbytes > self._expected:
+            raise MalformedError(f"more than {self._expected} bytes of {self._array}", rule="stream")
         while data.nbytes:
             if self._filled == self.chunk:
                 self._write(self.chunk)
@@ -62,15 +69,20 @@ class ChunkWriter:
             self._filled += size
             self.nbytes += size
             data = data[size:]
+        if self.nbytes == self._expected:
+            self.end()
 
     def end(self) -> int:
-        """Write what is left; returns the length of a chunk."""
-        if self._index == 0:
-            self.chunk = self._filled
-        else:
-            self._buffer[self._filled :] = bytes(len(self._buffer) - self._filled)
-        if self._filled:
-            self._write(self.chunk)
+        """Write what is left, unless that was done; returns the length of a chunk."""
+        if not self._ended:
+            self._ended = True
+            if self._index == 0:
+                self.chunk = self._filled
+            else:
+                self._buffer[self._filled :] = bytes(len(self._buffer) - self._filled)
+            if self._filled:
+                self._write(self.chunk)
+            self._buffer = bytearray()
         return self.chunk
 
     def _write(self, size: int) -> None:

@@ -70,21 +70,12 @@ def take_group(objects: Objects, source: Source, begun: list[Key]) -> Arrival:
     intake = Intake(source, held.sealed if held else None)
     if held is None and not damaged:
         begun.append(key)
-    sizes = held.sealed.head.arrays if held else ()
-    known = {info.name: info.nbytes for info in sizes} or sizes_of(source) or {}
+    known = sizes_of(source) or {}
     writers: dict[str, ChunkWriter] = {}
     for block in intake.blocks():
-        writer = writers.get(block.array)
-        if writer is None:
-            chunk = STREAM_CHUNK_BYTES
-            if held is not None:
-                chunk = held.chunks[block.array]
-            elif block.array in known:
-                chunk = chunk_bytes(known[block.array])
-            name = f"{key}/{block.array}"
-            writer = ChunkWriter(objects, name, max(1, chunk), repair=held is not None)
-            writers[block.array] = writer
-        writer.add(block.data)
+        if block.array not in writers:
+            writers[block.array] = _chunk_writer(objects, key, block.array, held, known)
+        writers[block.array].add(block.data)
     ends = {name: writer.end() for name, writer in writers.items()}
     sealed = intake.seal()
     group = GroupHead(sealed, {info.name: ends.get(info.name, 0) for info in sealed.head.arrays})
@@ -93,6 +84,18 @@ def take_group(objects: Objects, source: Source, begun: list[Key]) -> Arrival:
         key, (sealed,), group.document(), has_chunks=bool(sealed.head.arrays),
         stands=held is not None, replaces=damaged,
     )  # fmt: skip
+
+
+def _chunk_writer(
+    objects: Objects, key: Key, array: str, held: GroupHead | None, known: dict[str, int]
+) -> ChunkWriter:
+    """The writer of one array: cut as it stands, or by its size where that is known."""
+    name, size = f"{key}/{array}", known.get(array)
+    if held is not None:
+        size = held.sealed.head.array(array).nbytes
+        return ChunkWriter(objects, name, held.chunks[array], expected=size, repair=True)
+    chunk = chunk_bytes(size) if size else STREAM_CHUNK_BYTES
+    return ChunkWriter(objects, name, chunk, expected=size or None)
 
 
 def _held(objects: Objects, source: Source) -> tuple[GroupHead | None, bool]:
@@ -142,13 +145,12 @@ def take_pack(
     key = held.key if held else pack_key(first.run, first.term, first.part, first.step, last.step)
     if held is None:
         begun.append(key)
-    sizes = [sizes_of(source) for source in sources]
-    chunk = STREAM_CHUNK_BYTES
-    if held is not None:
-        chunk = max(1, held.chunk)
-    elif all(size is not None for size in sizes):
-        chunk = max(1, chunk_bytes(sum(sum((size or {}).values()) for size in sizes)))
-    writer = ChunkWriter(objects, f"{key}/{DATA}", chunk, repair=held is not None)
+    if held is None:
+        total = _total(sources)
+        chunk = chunk_bytes(total) if total else STREAM_CHUNK_BYTES
+        writer = ChunkWriter(objects, f"{key}/{DATA}", chunk, expected=total)
+    else:
+        writer = ChunkWriter(objects, f"{key}/{DATA}", max(1, held.chunk), repair=True)
     records = []
     for source in sources:
         with placed(key=source.key):
@@ -161,6 +163,17 @@ def take_pack(
     heads = tuple(sealed for _, sealed, _ in records)
     document = pack_document(writer.nbytes, chunk, records)
     return Arrival(key, heads, document, has_chunks=writer.nbytes > 0, stands=held is not None)
+
+
+def _total(sources: list[Source]) -> int | None:
+    """Bytes of all arrays of some sources, None where one does not know its sizes."""
+    total = 0
+    for source in sources:
+        sizes = sizes_of(source)
+        if sizes is None:
+            return None
+        total += sum(sizes.values())
+    return total or None
 
 
 def _take_packed(writer: ChunkWriter, source: Source, known: SealedHead | None) -> SealedHead:

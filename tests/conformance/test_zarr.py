@@ -25,7 +25,7 @@ from adacheck_store.tiers import failpoints
 from adacheck_store.tiers.object_local import LocalObjects
 from adacheck_store.tiers.zarr import ZarrTier
 from adacheck_store.tiers.zarr_meta import chunk_bytes, chunk_count
-from tests.conformance.records import MIB, World, fetch, grads, noise, same, state
+from tests.conformance.records import MIB, StreamSource, World, fetch, grads, noise, same, state
 
 
 @pytest.fixture
@@ -273,3 +273,43 @@ def test_failing_medium(tier: ZarrTier, tmp_path: Path, point: str) -> None:
     assert not list((tmp_path / ".tmp").iterdir())
     tier.put([source, world.delta(1, {"0/a/grad.raw": ("U8", noise(10))})])
     assert same(tier, [source])
+
+
+def test_orphans_are_told(tier: ZarrTier, tmp_path: Path) -> None:
+    """Chunks without a document, and things of others."""
+    world = World()
+    base, delta = world.base(1, state()), world.delta(1, grads())
+    tier.put([*world.roots(), base, delta, world.claim(1)])
+    (tmp_path / "adacheck.json").write_text("{}")
+    assert list(tier.orphans("")) == []
+    (tmp_path / base.key / "zarr.json").unlink()
+    (tmp_path / "gpt-small" / "notes").write_text("x")
+    orphans = list(tier.orphans(""))
+    assert "gpt-small/notes" in orphans
+    assert f"{base.key}/layers/param/c/0" in orphans
+    assert len(orphans) == len(set(orphans)) == 1 + sum(1 for n in orphans if base.key in n)
+    assert base.key not in list(tier.list(""))
+    tier.put([base])
+    assert list(tier.orphans("")) == ["gpt-small/notes"]
+
+
+def test_a_stream_with_wrong_sizes(tier: ZarrTier, tmp_path: Path) -> None:
+    """Sizes a source announces are a help, never the truth."""
+    world = World()
+    tier.put(world.roots())
+    for factor, fits in ((1, True), (0, True), (4, True), (0.5, False)):
+        step = int(factor * 2)
+        for inner in (world.base(step, state()), world.delta(step, grads(9 * MIB))):
+            source = StreamSource(inner)
+            sizes = {name: int(len(v) * factor) for name, v in inner.record.arrays.items()}
+            source.sizes = sizes  # type: ignore[attr-defined]
+            if not fits:
+                with pytest.raises(MalformedError):
+                    tier.put([source])
+                assert source.key not in list(tier.list(""))
+                continue
+            tier.put([source])
+            assert same(tier, [source])
+        for file in tmp_path.rglob(f"*{step:012d}*/zarr.json"):
+            for _, item in zarr.open_group(file.parent, mode="r").members(max_depth=None):
+                assert not hasattr(item, "shape") or len(item[:]) == item.shape[0]
