@@ -4,9 +4,9 @@ import signal
 
 import pytest
 
+from adacheck_store.store import open_store
 from adacheck_store.tiers import failpoints
 from adacheck_store.tools.fsck import fsck
-from adacheck_store.store import open_store
 from tests.e2e.worker import STEPS, WINDOW, Worker, check_against
 
 pytestmark = pytest.mark.fault

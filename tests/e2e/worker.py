@@ -91,7 +91,7 @@ def _train(out: str, store: str, options: dict) -> None:
     os.environ["ADACHECK_NODE"] = options.get("node", "node-a")
     warnings.simplefilter("error")
     model, optimizer, schedule, loader = _training()
-    with open(out, "w", encoding="utf-8") as journal:  # noqa: PTH123
+    with open(out, "w", encoding="utf-8") as journal:
 
         def write(**row) -> None:
             journal.write(json.dumps(row) + "\n")
