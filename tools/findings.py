@@ -156,7 +156,7 @@ _RULES = {
     "INV-01": ("header-size", "trailing"),
     "INV-02": ("header", "metadata", "zarr", "chunk"),
     "INV-04": ("canonical", "depth", "duplicate-key", "integer-range", "json", "utf-8",
-               "head-size"),
+               "head-size", "openings"),
     "INV-05": ("fields", "kind", "version", "run"),
     "INV-06": ("place",),
     "INV-07": ("links", "id"),
@@ -166,12 +166,12 @@ _RULES = {
     "INV-12": ("layout", "shape", "manifest", "delta", "base", "extra", "log"),
     "INV-13": ("typed-value", "hex", "float", "dtype"),
     "INV-14": ("swapped", "key"),
-    "INV-15": ("delta-layout",),
-    "INV-18": ("base-layout",),
+    "INV-15 INV-16 INV-17": ("delta-layout",),
+    "INV-17 INV-18": ("base-layout",),
     "INV-34": ("pack",),
 }  # fmt: skip
 BY_RULE = {rule: name for name, rules in _RULES.items() for rule in rules}
-"""Short name of a rule -> the invariant it is part of."""
+"""Short name of a rule -> the invariants it stands for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
