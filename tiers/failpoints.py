@@ -29,7 +29,8 @@ POINTS = (
 )
 """Steps that have a failpoint on either side, ``<step>.before`` and ``<step>.after``."""
 
-ACTIONS = ("kill", "raise")
+ACTIONS = {"kill": 0, "raise": errno.ENOSPC, "raise-eio": errno.EIO}
+"""What an armed failpoint does, and the error number it raises."""
 
 _names = frozenset(f"{point}.{side}" for point in POINTS for side in ("before", "after"))
 _lock = threading.Lock()
@@ -46,14 +47,14 @@ def arm(spec: str) -> None:
     """Arm a failpoint: ``name[:count][=action]``.
 
     At the ``count``-th hit from now (default the first) ``kill`` (default) sends SIGKILL to this
-    process and ``raise`` raises `OSError` (ENOSPC) once. Raises `UsageError`.
+    process; ``raise`` and ``raise-eio`` raise `OSError` (ENOSPC, EIO) once. Raises `UsageError`.
     """
     rest, _, action = spec.partition("=")
     name, _, count = rest.partition(":")
     if name not in _names or (action or "kill") not in ACTIONS or not (count or "1").isdigit():
         raise UsageError(
             f"not a failpoint: {spec[:100]!r}",
-            hint="write name[:count][=kill|raise]; failpoints.names() lists the names",
+            hint="write name[:count][=kill|raise|raise-eio]; failpoints.names() lists the names",
         )
     with _lock:
         _armed[name] = (max(1, int(count or "1")), action or "kill")
@@ -97,4 +98,4 @@ def _count_down(name: str) -> None:
         return
     if action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    raise OSError(errno.ENOSPC, f"failpoint {name}")
+    raise OSError(ACTIONS[action], f"failpoint {name}")

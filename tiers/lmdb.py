@@ -1,7 +1,9 @@
 """The LMDB tier keeps records on a local disk of this node, in one LMDB environment.
 
 Layout of the entries: `lmdb_entries`. Pages are written first, all heads of a put in one last
-transaction, so records exist together or not at all.
+transaction, so records exist together or not at all. LMDB flushes the data of a transaction
+before it writes the meta page that makes it count, so after a loss of power some last transactions
+may be gone, but never one from the middle; `sync` flushes the last meta page too.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ NETWORK_FILE_SYSTEMS = frozenset(
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
-_DAMAGED = (errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO)
+_DAMAGED = (errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.EEXIST)
 
 
 def file_system(path: str, mountinfo: str = "/proc/self/mountinfo") -> str:
@@ -74,12 +74,17 @@ def full(tier: str, path: str, needed: int, free: int, key: str = "") -> TierFul
     )  # fmt: skip
 
 
-def translate(exc: OSError, tier: str, path: str, needed: int = 0, key: str = "") -> TierError:
-    """The error of our tree that an error of the operating system amounts to."""
+def translate(
+    exc: OSError, tier: str, path: str, needed: int | None = 0, key: str = ""
+) -> TierError:  # fmt: skip
+    """The error of our tree that an error of the operating system amounts to.
+
+    ``needed`` are the bytes that were to be written, None where nothing was.
+    """
     text = exc.strerror or str(exc)
     if exc.errno in _FULL:
-        return full(tier, path, needed, free_bytes(path), key)
-    if exc.errno in _READ_ONLY:
+        return full(tier, path, needed or 0, free_bytes(path), key)
+    if exc.errno in _READ_ONLY and needed is not None:
         return TierReadOnlyError(
             f"cannot be written: {text}", hint="check permissions and mount options",
             tier=tier, path=path, key=key,

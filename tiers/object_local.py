@@ -41,6 +41,7 @@ class LocalObjects:
         self._lock = threading.Lock()
         self._unsynced: set[tuple[str, ...]] = set()
         self._root_is_new = False
+        self._swept = False
 
     def __reduce__(self) -> tuple[type, tuple[str]]:
         return type(self), (self.path,)
@@ -49,6 +50,9 @@ class LocalObjects:
         """Store an object, whole or not at all; False if ``if_absent`` and the name is taken."""
         parts = self._parts(name)
         views = [memoryview(buffer).cast("B") for buffer in buffers]
+        if not self._swept:
+            self._swept = True
+            self.sweep()
         with self._errors(name, sum(view.nbytes for view in views)):
             for attempt in range(_ATTEMPTS):
                 try:
@@ -101,7 +105,7 @@ class LocalObjects:
     def get(self, name: str, start: int = 0, length: int | None = None) -> bytes:
         """Bytes of an object, fewer where it ends before; raises `RecordNotFoundError`."""
         parts = self._parts(name)
-        with self._errors(name):
+        with self._errors(name, None):
             folder = self._folder(parts[:-1])
             try:
                 file = os.open(parts[-1], os.O_RDONLY | _FILE, dir_fd=folder)
@@ -123,7 +127,7 @@ class LocalObjects:
 
     def _walk(self, parts: Parts) -> Iterator[str]:
         lead = "".join(f"{part}/" for part in parts)
-        with self._errors(lead):
+        with self._errors(lead, None):
             try:
                 found = self._scan(parts)
             except FileNotFoundError:
@@ -254,7 +258,7 @@ class LocalObjects:
         return parts
 
     @contextmanager
-    def _errors(self, name: str, needed: int = 0) -> Iterator[None]:
+    def _errors(self, name: str, needed: int | None = 0) -> Iterator[None]:
         place = f"{self.path}/{name}"
         try:
             yield

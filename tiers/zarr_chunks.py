@@ -60,7 +60,9 @@ class ChunkWriter:
     def add(self, data: memoryview) -> None:
         """Append bytes, which may be reused afterwards."""
         if self._expected is not None and self.nbytes + data.nbytes > self._expected:
-            raise MalformedError(f"more than {self._expected} bytes of {self._array}", rule="stream")
+            raise MalformedError(
+                f"more than {self._expected} bytes of {self._array}", rule="stream"
+            )
         while data.nbytes:
             if self._filled == self.chunk:
                 self._write(self.chunk)

@@ -12,6 +12,7 @@ import lmdb
 import pytest
 
 from adacheck_store.format.errors import (
+    AdaCheckError,
     NotOursError,
     OrderError,
     RecordNotFoundError,
@@ -19,6 +20,7 @@ from adacheck_store.format.errors import (
     TierDamagedError,
     TierFullError,
     TierReadOnlyError,
+    TierUnavailableError,
     TooNewError,
     UnsupportedError,
 )
@@ -255,15 +257,18 @@ def test_another_process_outgrows_our_map(path: Path, monkeypatch: pytest.Monkey
     reader.close()
 
 
+@pytest.mark.parametrize(
+    ("action", "error"), [("raise", TierFullError), ("raise-eio", TierUnavailableError)]
+)
 @pytest.mark.parametrize("point", ["lmdb.page.before", "lmdb.head.before"])
-def test_failing_medium(path: Path, point: str) -> None:
+def test_failing_medium(path: Path, point: str, action: str, error: type[AdaCheckError]) -> None:
     """An error of the system is typed, leaves nothing, and the tier goes on."""
     world = World()
     tier = LmdbTier(path)
     tier.put(world.roots())
     source = world.base(1, state())
-    failpoints.arm(f"{point}=raise")
-    with pytest.raises(TierFullError) as caught:
+    failpoints.arm(f"{point}={action}")
+    with pytest.raises(error) as caught:
         tier.put([source])
     failpoints.disarm()
     assert caught.value.place["key" if "page" in point else "tier"]

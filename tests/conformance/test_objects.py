@@ -140,7 +140,8 @@ def test_drafts_of_the_dead_are_swept(objects: LocalObjects) -> None:
     (drafts / "new").write_bytes(b"half")
     os.utime(drafts / "old", (time.time() - 1e6,) * 2)
     assert list(objects.list("")) == ["a"]
-    assert objects.sweep() == 1
+    LocalObjects(objects.path).put("a", [b"y"])
+    assert objects.sweep(age_s=2e6) == 0
     assert [file.name for file in drafts.iterdir()] == ["new"]
 
 
@@ -186,3 +187,13 @@ def test_marker(objects: LocalObjects) -> None:
             open_marked(objects, create=create)
         assert caught.value.place["path"] == objects.path
     assert list(objects.list("")) == ["photos/cat.jpg"]
+
+
+def test_a_file_where_the_folder_should_be(tmp_path: Path) -> None:
+    """Named, and left alone."""
+    (tmp_path / "file").write_bytes(b"mine")
+    objects = LocalObjects(tmp_path / "file")
+    for act in (lambda: objects.put("a", [b"x"]), lambda: list(objects.list(""))):
+        with pytest.raises(TierDamagedError):
+            act()
+    assert (tmp_path / "file").read_bytes() == b"mine"
