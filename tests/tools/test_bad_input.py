@@ -1,0 +1,163 @@
+"""Each kind of bad input has its own error, an exit code, and leaves everything as it was."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.tools.stores import LOCK, RUN, cli, cli_json, tree_digest
+
+VERBS = ["ls", "log", "status", "fsck", "compact"]
+
+
+def refused(*arguments: object) -> str:
+    """The one line on stderr of a verb that is refused as misuse or as not to be checked."""
+    result = cli(*arguments)
+    assert result.exit_code in (2, 3), result.output
+    assert isinstance(result.exception, SystemExit)
+    (line,) = result.stderr.strip().splitlines()
+    assert line.startswith("adacheck-store: ")
+    assert "->" in line
+    assert result.stdout == ""
+    return line
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_no_store(verb: str, tmp_path: Path) -> None:
+    """Nothing there, an empty folder, a file, a folder of something else, an empty one of ours."""
+    file = tmp_path / "file"
+    file.write_text("x")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    other = tmp_path / "other"
+    (other / "objects").mkdir(parents=True)
+    (other / "objects" / "photo.jpg").write_text("x")
+    hollow = tmp_path / "hollow"
+    (hollow / "objects").mkdir(parents=True)
+    before = tree_digest(tmp_path)
+    assert "no store here" in refused(verb, tmp_path / "nowhere")
+    assert "no store here" in refused(verb, empty)
+    assert "a file, not the folder of a store" in refused(verb, file)
+    assert "a folder of something else" in refused(verb, other)
+    assert "empty" in refused(verb, hollow)
+    assert tree_digest(tmp_path) == before
+
+
+def test_strange_urls() -> None:
+    """A scheme nobody knows, and one that is not supported yet."""
+    assert "not a store URL" in refused("ls", "ftp://host/x")
+    assert "not supported yet" in refused("ls", "s3://bucket/x")
+    assert "an empty store URL" in refused("ls", "")
+    assert "not a store URL" in refused("ls", "file://host/x")
+
+
+@pytest.mark.parametrize("name", ["-x", "a/b", "a b", "../up", "x" * 129, ".hidden"])
+def test_malformed_run(name: str, store: Path) -> None:
+    """The grammar of run names is told."""
+    before = tree_digest(store)
+    line = refused("status", store, f"--run={name}")
+    assert "not a run name" in line
+    assert "1 to 128" in line
+    assert tree_digest(store) == before
+
+
+def test_usage_errors_end_with_2(store: Path) -> None:
+    """Unknown verbs and options, missing arguments."""
+    for arguments in (["nope"], ["ls"], ["ls", store, "--nope"], ["restore", store],
+                      ["restore", store, "x", "--step", "-1"], ["show", store]):  # fmt: skip
+        assert cli(*arguments).exit_code == 2
+
+
+def test_newer_store(store: Path) -> None:
+    """A store of a newer version is not judged: 3, and how to go on."""
+    marker = store / "objects" / "adacheck.json"
+    marker.write_text(json.dumps({"format": "adacheck-store", "version": 2}))
+    before = tree_digest(store)
+    for verb in VERBS:
+        assert "upgrade adacheck-store" in refused(verb, store)
+    assert tree_digest(store) == before
+
+
+def test_newer_record(store: Path) -> None:
+    """One record of a newer version: the rest is checked, and the exit code tells."""
+    (document,) = (store / "objects" / RUN / "log").glob("000000000001/zarr.json")
+    text = json.loads(document.read_text())
+    head = json.loads(text["attributes"]["adacheck"])
+    head["version"] = 2
+    text["attributes"]["adacheck"] = json.dumps(head, sort_keys=True, separators=(",", ":"))
+    document.write_text(json.dumps(text))
+    code, found = cli_json("fsck", store)
+    assert code == 3
+    (row,) = [row for row in found["rows"] if row["row"] == "Finding" and row["unchecked"]]
+    assert row["kind"] == "too-new"
+
+
+def test_target_in_no_folder(store: Path, tmp_path: Path) -> None:
+    """A target that is a folder, or lies in none."""
+    before = tree_digest(store)
+    assert "is a folder" in refused("restore", store, tmp_path)
+    assert "does not exist" in refused("restore", store, tmp_path / "no" / "out")
+    assert tree_digest(store) == before
+
+
+def test_error_as_json(store: Path) -> None:
+    """A machine gets type, message, hint and place."""
+    code, document = cli_json("restore", store, store / "out", "--step", "999")
+    assert code == document["exit_code"] == 3
+    assert document["error"] == "NotProvableError"
+    assert document["place"] == {"run": RUN, "step": 999}
+    assert document["hint"].startswith("nearest provable steps")
+
+
+UNPRIVILEGED = """
+import ctypes, os, sys
+prctl = ctypes.CDLL(None).prctl
+for capability in (1, 2):  # overriding permissions to write, and to read and search
+    prctl(24, capability, 0, 0, 0)  # dropped for good with the exec that follows
+os.execv(sys.executable, [sys.executable, "-m", "adacheck_store", *sys.argv[1:]])
+"""
+
+
+def bound_by_permissions(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """The command line in a process that permissions bind, even where root runs the tests."""
+    command = [sys.executable, "-c", UNPRIVILEGED, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_read_only_folder(store: Path, tmp_path: Path) -> None:
+    """A store nobody may write to can be read; writing into it is refused, and says where."""
+    for path in (store, *store.rglob("*")):
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    before = tree_digest(store)
+    result = bound_by_permissions("fsck", store, "--json")
+    assert result.returncode == 0, result.stderr
+    result = bound_by_permissions("compact", store)
+    assert result.returncode == 3
+    assert "cannot be written" in result.stderr
+    assert "Traceback" not in result.stderr
+    closed = tmp_path / "closed"
+    closed.mkdir()
+    closed.chmod(0o555)
+    result = bound_by_permissions("restore", store, closed / "out")
+    assert result.returncode == 3
+    assert f"path={closed}/out" in result.stderr
+    (store / "objects").chmod(0o000)
+    result = bound_by_permissions("fsck", store)
+    assert result.returncode == 3, result.stderr + result.stdout
+    assert "Traceback" not in result.stderr
+    (store / "objects").chmod(0o555)
+    assert tree_digest(store) == before
+    for path in (store, *store.rglob("*")):
+        path.chmod(0o755)
+
+
+def test_readers_leave_only_the_table_of_readers(store: Path) -> None:
+    """What a reader adds beside the records is LMDB's own table, and nothing else."""
+    names = {path.relative_to(store) for path in store.rglob("*")}
+    assert cli("fsck", store).exit_code == 0
+    added = {path.relative_to(store) for path in store.rglob("*")} - names
+    assert {path.name for path in added} <= {LOCK}

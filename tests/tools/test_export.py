@@ -1,0 +1,159 @@
+"""The file that restore writes: dtypes, tied and empty tensors, many windows, little memory."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from adacheck_store.arrays import byte_view, dtype_name, scalar_of
+from adacheck_store.format.bodies import SectionState
+from adacheck_store.format.dtypes import ITEM_BYTES, SAFETENSORS_DTYPES
+from adacheck_store.format.errors import UnsupportedError
+from adacheck_store.format.layout import Layout, Section, Slice, align, whole_box
+from adacheck_store.tools.export import ExportPlan, FileSink, counters, finish
+
+
+def section_of(name: str, dtype: str, shapes: list[tuple[int, ...]], state: bool) -> Section:
+    """A section of whole tensors, with one role of state."""
+    slices, offset = [], 0
+    for index, shape in enumerate(shapes):
+        piece = Slice(
+            name=f"{name}.{index}", shape=shape, boxes=(whole_box(shape),), offset=offset,
+            group=0 if state else -1, aliases=("tied",) if name == "s0" and not index else (),
+        )  # fmt: skip
+        slices.append(piece)
+        offset = align(offset + piece.elements)
+    roles = (("param", dtype), ("exp_avg", "F32")) if state else (("buffer", dtype),)
+    return Section(name=name, optimizer=0 if state else -1, roles=roles, slices=tuple(slices))
+
+
+def export(layout: Layout, path: Path, window: int) -> dict[str, torch.Tensor]:
+    """Write random arrays through the sink, window by window; the expected tensors."""
+    roles = {s.name: [role for role, _ in s.roles] for s in layout.sections}
+    present = {s.name: [index % 2 == 0 for index in range(len(s.slices))] for s in layout.sections}
+    plan = ExportPlan(layout, roles, present)
+    expected: dict[str, torch.Tensor] = {}
+    states = {}
+    with path.open("wb+") as file:
+        room = plan.room(1000)
+        sink = FileSink(file.fileno(), room, plan)
+        for section in layout.sections:
+            arrays = {
+                role: torch.randint(0, 2, (section.elements * ITEM_BYTES[dtype],)).byte()
+                for role, dtype in section.roles
+            }
+            for start in range(0, section.elements, window):
+                stop = min(start + window, section.elements)
+                views = {}
+                for role, dtype in section.roles:
+                    size = ITEM_BYTES[dtype]
+                    view = sink.window(section, role, start, stop)
+                    view.view(torch.uint8).copy_(arrays[role][start * size : stop * size])
+                    views[role] = view
+                sink.done(section, start, stop, views)
+            for index, piece in enumerate(section.slices):
+                for role, dtype in section.roles:
+                    if role == section.main_role or present[section.name][index]:
+                        size = ITEM_BYTES[dtype]
+                        name = f"model/{piece.name}"
+                        if role != section.main_role:
+                            name = f"optimizer/{piece.name}/{role}"
+                        low = piece.offset * size
+                        expected[name] = arrays[role][low : low + piece.elements * size]
+            if section.optimizer >= 0:
+                steps = tuple(
+                    scalar_of(torch.tensor(float(i))) if here else None
+                    for i, here in enumerate(present[section.name])
+                )
+                states[section.name] = SectionState(
+                    present=tuple(present[section.name]), scalars={"step": steps}
+                )
+        finish(file.fileno(), room, plan, counters(layout, states), {"run": "r"})
+    return expected
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("window", [64, 640, 10**6])
+@pytest.mark.parametrize("dtype", sorted(ITEM_BYTES))
+def test_every_dtype(dtype: str, window: int, tmp_path: Path) -> None:
+    """Every dtype of the format, in windows of any size, with odd and empty tensors."""
+    shapes = [(3, 5), (0,), (1,), (130,), (), (2, 0, 3)]
+    layout = Layout(
+        optimizers=("torch.optim.AdamW",),
+        sections=(section_of("s0", dtype, shapes, True), section_of("s1", dtype, shapes, False)),
+    )
+    path = tmp_path / "out"
+    expected = export(layout, path, window)
+    kept = load_file(path)
+    steps = {name for name in kept if name.endswith("/step")}
+    assert len(steps) == 3
+    assert set(kept) - steps == set(expected)
+    for name, data in expected.items():
+        tensor = kept[name]
+        assert bytes(byte_view(tensor.contiguous())) == bytes(byte_view(data)), name
+        main = name.startswith("model/")
+        index = int(name.split("/")[1].split(".")[1])
+        kind = dtype if main else "F32"
+        if kind in SAFETENSORS_DTYPES:
+            assert dtype_name(tensor.dtype) == kind
+            assert tuple(tensor.shape) == shapes[index]
+        else:
+            assert tensor.dtype == torch.uint8
+            assert tuple(tensor.shape) == (*shapes[index], ITEM_BYTES[kind])
+
+
+def test_tensors_lie_aligned(tmp_path: Path) -> None:
+    """Every tensor begins at a multiple of its element's size, counted from the file's start."""
+    layout = Layout(
+        optimizers=("torch.optim.AdamW",),
+        sections=(
+            section_of("s0", "BF16", [(3,), (5,), (7,)], True),
+            section_of("s1", "I8", [(3,), (1,)], False),
+            section_of("s2", "F64", [(3,)], False),
+        ),
+    )
+    path = tmp_path / "out"
+    export(layout, path, 64)
+    data = path.read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    header = json.loads(data[8 : 8 + length])
+    assert header.pop("__metadata__") == {"run": "r"}
+    for entry in header.values():
+        assert (8 + length + entry["data_offsets"][0]) % SAFETENSORS_DTYPES[entry["dtype"]] == 0
+    assert len(data) == 8 + length + max(entry["data_offsets"][1] for entry in header.values())
+    with safe_open(path, "pt") as file:
+        assert len(list(file.keys())) == len(header)
+
+
+def test_pieces_are_refused() -> None:
+    """A tensor in pieces, or of one mesh coordinate, is not written as if it were whole."""
+    section = section_of("s0", "F32", [(4,)], True)
+    for change in ({"boxes": (((0, 2),),)}, {"scope": "tp=0"}):
+        piece = Slice(**{
+            "name": "w", "shape": (4,), "boxes": (whole_box((4,)),), "offset": 0, "group": 0,
+            **change,
+        })  # fmt: skip
+        bent = Section(name="s0", optimizer=0, roles=section.roles, slices=(piece,))
+        with pytest.raises(UnsupportedError, match="'w'"):
+            ExportPlan(Layout(optimizers=("x",), sections=(bent,)), {"s0": []}, {"s0": [True]})
+
+
+def test_memory_is_that_of_a_window(tmp_path: Path) -> None:
+    """The sink's scratch does not grow with the state."""
+    layout = Layout(
+        optimizers=("torch.optim.AdamW",), sections=(section_of("s0", "F32", [(10**5,)], True),)
+    )
+    plan = ExportPlan(layout, {"s0": ["param", "exp_avg"]}, {"s0": [True]})
+    with (tmp_path / "out").open("wb+") as file:
+        sink = FileSink(file.fileno(), 64, plan)
+        for start in range(0, 10**5, 640):
+            stop = min(start + 640, layout.sections[0].elements)
+            for role in ("param", "exp_avg"):
+                assert sink.window(layout.sections[0], role, start, stop).numel() == stop - start
+        assert sum(kept.numel() for kept in sink._scratch.values()) == 2 * 640
