@@ -33,6 +33,12 @@ def piece(value: Json, *path: Any) -> Change:
     return put(value, "body", "sections", 0, "slices", 0, *path)
 
 
+def at_flat(head: dict[str, Json]) -> dict[str, Json]:
+    """The layout's only flat slice, which has no boxes."""
+    found: dict[str, Json] = head["body"]["sections"][0]["slices"][1]
+    return found
+
+
 def value(item: Json) -> Change:
     """Put a typed value into the extra's tree."""
     return put(item, "body", "tree", "values")
@@ -154,6 +160,12 @@ LAYOUTS: dict[str, tuple[Change, str]] = {
     "shape negative": (piece([-3, -2], "shape"), "shape"),
     "shape overflows": (piece([HUGE, HUGE], "shape"), "shape"),
     "shape overflows to zero": (piece([2**32, 2**32], "shape"), "shape"),
+    "flat of a negative shape": (
+        lambda head: at_flat(head).update(shape=[-3, -2], flat=[0, 5]), "shape"),
+    "flat of 40 dimensions": (
+        lambda head: at_flat(head).update(shape=[1] * 40, flat=[0, 0]), "shape"),
+    "array too large": (
+        lambda head: at_flat(head).update(shape=[2**48], flat=[0, 2**47]), "shape"),
     "shape true": (piece([True, 2], "shape"), "layout"),
     "shape is text": (piece("32", "shape"), "layout"),
     "40 dimensions": (piece([1] * 40, "shape"), "shape"),
@@ -173,6 +185,7 @@ LAYOUTS: dict[str, tuple[Change, str]] = {
     "flat is whole": (put([0, 100], "body", "sections", 0, "slices", 1, "flat"), "shape"),
     "group missing": (piece(-1, "group"), "layout"),
     "group -2": (piece(-2, "group"), "layout"),
+    "group -2 of a buffer": (put(-2, "body", "sections", 3, "slices", 0, "group"), "layout"),
     "group of a buffer": (put(0, "body", "sections", 3, "slices", 0, "group"), "layout"),
     "offset unaligned": (piece(1, "offset"), "layout"),
     "offset negative": (piece(-64, "offset"), "layout"),

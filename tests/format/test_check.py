@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from adacheck_store.format.bodies import BaseBody, DeltaBody, Fingerprint, Grad, SetPiece
+from adacheck_store.format.bodies import BaseBody, DeltaBody, Fingerprint, Grad, SetPiece, Update
 from adacheck_store.format.check import check_base, check_delta
 from adacheck_store.format.errors import MalformedError
 from adacheck_store.format.head import Head
@@ -33,8 +33,10 @@ def fingerprint(**fields: Any) -> DeltaBody:
     return replace(DELTA, fingerprints=(replace(DELTA.fingerprints[0], **fields),))
 
 
+EMPTY = Update(optimizer=9, groups=(), grads=())
 DELTAS: dict[str, DeltaBody] = {
     "optimizer out of range": first(optimizer=2),
+    "optimizer out of range, without slices": replace(DELTA, updates=(*DELTA.updates, EMPTY)),
     "another optimizer's slices": first(optimizer=1),
     "group missing": first(groups=FIRST.groups[:1]),
     "boundary of one optimizer": replace(DELTA, boundary=DELTA.boundary[:1]),
@@ -102,6 +104,15 @@ def test_pieces_do_not_overlap() -> None:
     assert refused(head, body) == "delta-layout"
     moved = replace(given, offset=64)
     check_delta(head, first(grads=(FIRST.grads[0], moved, *FIRST.grads[2:])), LAYOUT)
+
+
+def test_gradient_of_another_optimizer_is_refused() -> None:
+    """An update is of one optimizer's slices, though the array of another's is there."""
+    head = sealed_of("delta").head
+    more = replace(head.array("2/sgd.c64/grad.raw"), name="0/sgd.c64/grad.raw")
+    other = Grad(section="sgd.c64", slice=0, encoding="raw", offset=0)
+    body = first(grads=(*FIRST.grads, other))
+    assert refused(replace(head, arrays=(*head.arrays, more)), body) == "delta-layout"
 
 
 def test_delta_of_step_0_is_refused() -> None:

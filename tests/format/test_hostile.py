@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -204,3 +205,11 @@ def test_spelling_is_refused(case: str, limit: int) -> None:
     finally:
         sys.setrecursionlimit(before)
     assert caught.value.rule == rule
+
+
+def test_a_known_field_is_no_other_field() -> None:
+    """A head cannot carry a field twice: as its own, and as one of a newer writer."""
+    head = replace(sealed_of("claim").head, other={"kind": "floor"})
+    with pytest.raises(MalformedError) as caught:
+        head.encode()
+    assert caught.value.rule == "fields"
