@@ -34,6 +34,9 @@ from .state import PartState
 
 T = TypeVar("T")
 
+REASONS_MAX = 20
+"""Damaged records named when steps were lost to them."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Certificate:
@@ -145,11 +148,18 @@ def carry_out(
             reasons.append(str(error))
             catalog = _end_chain(catalog, plan, error.last_match)
             continue
-        unproven = newest - plan.step if step is None else 0
+        lost = max(0, newest - plan.step) if step is None else 0
         return Outcome(
-            plan=plan, result=result, fetcher=fetcher, lost=max(0, unproven),
-            reasons=(*plan.reasons, *reasons),
+            plan=plan, result=result, fetcher=fetcher, lost=lost,
+            reasons=(*plan.reasons, *reasons, *_unread(catalog, lost)),
         )  # fmt: skip
+
+
+def _unread(catalog: Catalog, lost: int) -> list[str]:
+    """Tiers that could not be read, and where steps were lost, records: unknown, not absent."""
+    tiers = [f"unknown: {trouble.error}" for trouble in catalog.troubles if not trouble.key]
+    records = [str(trouble.error) for trouble in catalog.troubles if trouble.key]
+    return tiers + (records[:REASONS_MAX] if lost else [])
 
 
 def restore_state(

@@ -56,7 +56,7 @@ class RunSession:
         self.settings = settings
         self.part = part_name(0)
         self.rank = rank_name(0)
-        self._catalog: Catalog = read_catalog(store.tiers, run)
+        self._catalog: Catalog = self._read_catalog()
         self._term: Term | None = None
         self._decided = False
         self._restored: Restored | None = None
@@ -79,6 +79,11 @@ class RunSession:
         except BaseException:
             store.close()
             raise
+
+    def _read_catalog(self) -> Catalog:
+        """What all tiers hold; those that could not be opened are among its troubles."""
+        catalog = read_catalog(self.store.tiers, self.run)
+        return dataclasses.replace(catalog, troubles=(*catalog.troubles, *self.store.troubles))
 
     @property
     def has_history(self) -> bool:
@@ -109,7 +114,7 @@ class RunSession:
         if self._term is None:  # a try that found nothing to restore leaves its claim to the next
             seen = [manifest.term for manifest in self._catalog.manifests.values()]
             self._term = claim_term(self.store.far, self.run, seen)
-        self._catalog = read_catalog(self.store.tiers, self.run)
+        self._catalog = self._read_catalog()
         if resume == "never" or not self.has_history:
             if step is not None and resume != "never":
                 raise RestoreError("the run has no history", run=self.run, step=step)
@@ -270,7 +275,7 @@ class RunSession:
         """Where the session stands."""
         writer, upkeep = self._running()
         progress = dataclasses.replace(upkeep.progress)
-        error = writer.error if writer.gap else upkeep.error
+        error = writer.error or upkeep.error
         return Status(
             run=self.run, term=str(self._term), step=self._step, stored=progress.stored,
             drained=progress.drained, base=progress.base, in_flight=writer.in_flight,

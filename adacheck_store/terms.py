@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 
 from adacheck_store.format.errors import (
     ForkError,
@@ -22,6 +23,9 @@ log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 64
 """Log entries tried by one claim or floor before giving up: each loss means another writer won."""
+
+CLAIM_S = 600.0
+"""How long a claim without manifest keeps older terms from deleting."""
 
 
 def read_log(tier: Tier, run: str) -> list[Claim | Floor]:
@@ -49,17 +53,20 @@ def _last_index(tier: Tier, run: str) -> int:
     return max((parse_key(text).step for text in tier.list(f"{run}/log/")), default=0)
 
 
-def _append(tier: Tier, run: str, make: object) -> Claim | Floor:
-    """Put an entry at the next free index; a taken one is passed over."""
-    assert callable(make)
+def _append(
+    tier: Tier, run: str, make: Callable[[int], Claim | Floor | None]
+) -> Claim | Floor | None:
+    """Put an entry at the next free index; a taken one is passed over. None if ``make`` gave up."""
     for _ in range(MAX_ATTEMPTS):
         index = _last_index(tier, run) + 1
-        entry: Claim | Floor = make(index)
+        entry = make(index)
+        if entry is None:
+            return None
         key = str(log_key(run, index))
         try:
             tier.put([RecordSource(key, Record(entry.seal(writer_info()), {}))])
-        except ForkError:
-            continue  # somebody was faster
+        except (ForkError, RecordNotFoundError):
+            continue  # somebody was faster, or has just taken back what stood there
         tier.sync()
         if _last_index(tier, run) == index:
             return entry
@@ -86,19 +93,31 @@ def claim_term(tier: Tier, run: str, seen: Iterable[str] = ()) -> Term:
         number = max([0, *claimed, *known]) + damaged + 1
         return Claim(run=run, term=str(new_term(number)), index=index)
 
-    return Term.parse(_append(tier, run, make).term)
+    claim = _append(tier, run, make)
+    assert claim is not None
+    return Term.parse(claim.term)
 
 
 def put_floor(
-    tier: Tier, run: str, *, term: str, terms: tuple[str, ...], step: int, kept: tuple[int, ...]
-) -> Floor:
-    """Write a floor for a tier into that tier's log, synced; older floors it covers go."""
-    name = tier.traits.name
+    tier: Tier, run: str, *, term: str, terms: tuple[str, ...], step: int, kept: tuple[int, ...],
+    ignore: Iterable[str] = (),
+) -> Floor | None:  # fmt: skip
+    """Write a floor for a tier into that tier's log, synced; older floors it covers go.
 
-    def make(index: int) -> Floor:
+    None if the log has a newer claim (but those to ``ignore``): its owner may be restoring from
+    what lies below.
+    """
+    name = tier.traits.name
+    dead = set(ignore)
+
+    def make(index: int) -> Floor | None:
+        if set(newer_claims(tier, run, Term.parse(term))) - dead:
+            return None
         return Floor(run=run, term=term, index=index, tier=name, terms=terms, step=step, kept=kept)
 
     floor = _append(tier, run, make)
+    if floor is None:
+        return None
     assert isinstance(floor, Floor)
     covered = [
         str(log_key(run, old.index))
@@ -108,6 +127,31 @@ def put_floor(
     ]  # fmt: skip
     tier.delete(covered)
     return floor
+
+
+def newer_claims(tier: Tier, run: str, term: Term) -> list[str]:
+    """Terms claimed in a tier's log with a greater number."""
+    claims = [entry.term for entry in read_log(tier, run) if isinstance(entry, Claim)]
+    return [claim for claim in claims if Term.parse(claim).number > term.number]
+
+
+class Rivals:
+    """Newer claims as a writer sees them: those that may be restoring, and those given up.
+
+    A newer claim with a manifest fences; one that has stood here for `CLAIM_S` without is taken
+    for dead, lest a failed start keep the older term from pruning for ever.
+    """
+
+    def __init__(self, tier: Tier, run: str, term: Term) -> None:
+        self._place = (tier, run, term)
+        self._seen: dict[str, float] = {}
+
+    def look(self) -> tuple[set[str], set[str]]:
+        """Claims to wait for, and claims to ignore."""
+        now = time.monotonic()
+        self._seen = {claim: self._seen.get(claim, now) for claim in newer_claims(*self._place)}
+        dead = {claim for claim, since in self._seen.items() if now - since > CLAIM_S}
+        return self._seen.keys() - dead, dead
 
 
 def fenced_by(tier: Tier, run: str, term: Term) -> Term | None:

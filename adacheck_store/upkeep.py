@@ -29,7 +29,7 @@ from .fetch import BlocksLostError, Fetcher
 from .recovery import PartPlan
 from .retention import below, choose_floor, read_back, tier_catalog
 from .store import Store
-from .terms import fenced_by, put_floor, read_log
+from .terms import Rivals, fenced_by, put_floor, read_log
 
 log = logging.getLogger(__name__)
 
@@ -99,6 +99,7 @@ class Upkeep:
         self._part = part
         self._layout = layout
         self._settings = settings
+        self._rivals = Rivals(store.far, run, term)
         self._tail = tail
         self._ask_for_base = ask_for_base
         self._undrained: list[Key] = [parse_key(text) for text in backlog]
@@ -377,10 +378,12 @@ class Upkeep:
             return current
         read_back(tier, choice.bases)
         self._check_fence()
-        put_floor(
+        live, dead = self._rivals.look()
+        if live or not put_floor(
             tier, self._run_name, term=str(self._term), terms=choice.terms, step=choice.step,
-            kept=(),
-        )  # fmt: skip
+            kept=(), ignore=dead,
+        ):  # fmt: skip
+            return current
         entries = read_log(tier, self._run_name)
         floors = [entry for entry in entries if isinstance(entry, Floor)]
         doomed = below(tier.list(f"{self._run_name}/"), floors)

@@ -52,6 +52,8 @@ class Writer:
         self._retry_at = 0.0
         self._pause_s = BACKOFF_S[0]
         self._closing = False
+        self._offered = False
+        self._closer: int | None = None
         self._changed = threading.Condition()
         self.error: AdaCheckError | None = None
         self.exposed = False
@@ -78,6 +80,8 @@ class Writer:
                     lambda: self._in_flight < self._window, timeout=self._stall_timeout_s
                 )
             if self._in_flight < self._window:
+                self._closer = boundary.step if self._offered else self._closer
+                self._offered = False
                 self._in_flight += 1
                 self._queue.append(boundary)
                 self._changed.notify_all()
@@ -95,10 +99,17 @@ class Writer:
         boundary.release()
 
     def wants_base(self) -> dict[str, Any] | None:
-        """The gap that the next boundary should close with a captured base, if it is time."""
+        """The gap that the next boundary should close with a captured base, if it is time.
+
+        While a boundary that was to bring one is in flight, no other is asked for.
+        """
         with self._changed:
-            ready = self._in_flight < self._window and time.monotonic() >= self._retry_at
-            return dict(self._gap) if self._gap is not None and ready else None
+            if self._gap is None or self._closer is not None:
+                return None
+            if self._in_flight >= self._window or time.monotonic() < self._retry_at:
+                return None
+            self._offered = True
+            return dict(self._gap)
 
     def ask_for_base(self, reason: str, first: int) -> None:
         """Declare the chain unprovable from step ``first`` on, until a captured base comes."""
@@ -148,6 +159,8 @@ class Writer:
                 self.cpu_s += time.thread_time() - before
                 with self._changed:
                     self._in_flight -= 1
+                    if self._closer == boundary.step:
+                        self._closer = None
                     self._changed.notify_all()
 
     def _failed(self, boundary: Boundary, error: Exception) -> None:
@@ -183,6 +196,7 @@ class Writer:
             self._link = link
             if gap is not None:
                 self._gap = None
+                self.error = None
                 self.exposed = False
                 self._pause_s = BACKOFF_S[0]
         return refs
