@@ -65,7 +65,7 @@ DELTAS: dict[str, Change] = {
     "grads is an object": put({}, "body", "updates", 0, "grads"),
     "grad is text": put("abcde", "body", "updates", 0, "grads", 0),
     "grad too short": put(["adamw.f32", 0, "raw", 0], "body", "updates", 0, "grads", 0),
-    "grad section a list": grad(0, []),
+    "grad section a list": grad(0, ["adamw.f32"]),
     "grad slice negative": grad(1, -1),
     "encoding unknown": grad(2, "int4"),
     "encoding a list": grad(2, ["raw"]),

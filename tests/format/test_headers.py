@@ -14,11 +14,19 @@ from adacheck_store.format.errors import (
     DigestMismatchError,
     MalformedError,
     NotOursError,
+    RecordNotFoundError,
     TruncatedError,
 )
 from adacheck_store.format.head import MAX_HEAD_BYTES, MAX_INFO_BYTES, SealedHead
 from adacheck_store.format.ids import BLOCK_BYTES, record_id
-from adacheck_store.format.record import decode_header, decode_record, encode_header, verify_record
+from adacheck_store.format.record import (
+    Record,
+    decode_header,
+    decode_record,
+    encode_header,
+    verify_block,
+    verify_record,
+)
 from tests.format.forge import (
     LONE,
     NAMES,
@@ -284,3 +292,21 @@ def test_head_no_reader_would_take_is_not_sealed() -> None:
     with pytest.raises(MalformedError) as caught:
         SealedHead.seal(head, {"a": "x" * MAX_INFO_BYTES})
     assert caught.value.rule == "info"
+
+
+def test_short_arrays_are_refused() -> None:
+    """Bytes that are fewer than the head says are truncated, whatever their digest."""
+    whole = decode_record(golden_bytes("delta"))
+    info = whole.sealed.head.arrays[0]
+    data = whole.arrays[info.name]
+    verify_block(info, 0, data)
+    for short in (data[:-1], data[:0]):
+        with pytest.raises(TruncatedError):
+            verify_block(info, 0, short)
+        with pytest.raises(TruncatedError):
+            verify_record(Record(whole.sealed, {**whole.arrays, info.name: short}))
+    with pytest.raises(RecordNotFoundError):
+        verify_block(info, 1, data)
+    with pytest.raises(MalformedError) as caught:
+        whole.sealed.head.array("no/such")
+    assert caught.value.rule == "array-missing"
