@@ -84,10 +84,11 @@ def held_alone(catalog: Catalog, tier: Tier, run: str) -> Catalog:
     name = tier.traits.name
 
     def keep(table: Mapping[tuple[str, str], Sequence[RecordRef]]) -> dict[Any, Any]:
-        return {
+        kept = {
             place: tuple(dataclasses.replace(r, tiers=(name,)) for r in refs if name in r.tiers)
             for place, refs in table.items()
         }
+        return {place: refs for place, refs in kept.items() if refs}
 
     held: set[tuple[str, int]] = set()
     for term in {manifest.term for manifest in catalog.manifests.values()}:

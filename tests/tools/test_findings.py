@@ -248,6 +248,14 @@ def layout_mismatch(chain: Chain) -> None:
     chain.body(key, updates=[{**update, "grads": update["grads"][:-1]}])
 
 
+def base_beside(chain: Chain) -> None:
+    """A base at a new start that the delta after it does not follow."""
+    chain.link = dataclasses.replace(chain.link, parent=chain.manifest)
+    record = chain.toy.base(chain.link, gap={"reason": "mismatch", "from": 3})
+    sealed = SealedHead.seal(dataclasses.replace(record.sealed.head, step=3))
+    chain.put_base(Record(sealed, record.arrays))
+
+
 def body(chain: Chain) -> None:
     """A body without its fields."""
     chain.change(chain.key("extra", 3), body={"tree": {}})
@@ -462,6 +470,27 @@ def test_a_forked_chain_is_sound() -> None:
     fork_term(chain)
     assert chain.found() == {}
     assert chain.rows()[-1] == Provable(run=RUN, tier="all", steps="0..8", newest=8, count=9)
+
+
+def test_a_base_that_nothing_follows() -> None:
+    """A base and the delta after it have one parent, at a new start too."""
+    chain = Chain()
+    base_beside(chain)
+    assert chain.found()["base-link"].key == chain.key("delta", 4)
+
+
+def test_a_tier_that_has_received_nothing_is_sound() -> None:
+    """A far tier with a term's documents and no record yet: killed before the first drain."""
+    chain = Chain()
+    far = LooseTier("far")
+    far.records = {
+        key: record for key, record in chain.tier.records.items()
+        if "/layout/" in key or "/manifest/" in key or "/log/" in key
+    }  # fmt: skip
+    rows = list(fsck(Store("memory://loose", chain.tier, far)))
+    assert {row.kind for row in rows if isinstance(row, Finding)} == {"unnamed"}
+    steps = {row.tier: row.steps for row in rows if isinstance(row, Provable)}
+    assert steps == {"all": "0..6", "loose": "0..6", "far": ""}
 
 
 @pytest.mark.parametrize("kind", CASES)
