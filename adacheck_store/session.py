@@ -171,7 +171,7 @@ class RunSession:
             sealed = source.record.sealed
             if sealed.head.kind == "base":
                 tail.add(make_ref(parse_key(source.key), sealed, (near.traits.name,)))
-        self._run_threads(link, layout, tail, backlog)
+        self._run_threads(link, step, layout, tail, backlog)
         self._step = step
 
     def _manifest(self, layout_id: str, start_step: int) -> Manifest:
@@ -218,7 +218,9 @@ class RunSession:
         ]  # fmt: skip
         return missing_below(self.store.near, self.store.far, self.run, known)
 
-    def _run_threads(self, link: Link, layout: Layout, tail: Tail, backlog: list[str]) -> None:
+    def _run_threads(
+        self, link: Link, step: int, layout: Layout, tail: Tail, backlog: list[str]
+    ) -> None:
         assert self._term is not None
         upkeep = Upkeep(
             self.store, run=self.run, term=self._term, manifest=link.manifest, part=self.part,
@@ -226,7 +228,7 @@ class RunSession:
             ask_for_base=lambda reason, first: writer.ask_for_base(reason, first),
         )  # fmt: skip
         writer = Writer(
-            self.store.near, link, window=self.settings.window,
+            self.store.near, link, step, window=self.settings.window,
             stall_timeout_s=self.settings.stall_timeout_s, on_stored=upkeep.stored,
         )  # fmt: skip
         self._upkeep, self._writer = upkeep, writer
@@ -242,9 +244,9 @@ class RunSession:
         self._step = boundary.step
         writer.append(boundary)
 
-    def wants_base(self) -> dict[str, object] | None:
+    def wants_base(self, *, now: bool = False) -> dict[str, object] | None:
         """Not None: the next boundary must come with a captured base that has this gap."""
-        return self._running()[0].wants_base()
+        return self._running()[0].wants_base(now=now)
 
     def check(self) -> None:
         """Raise `TermError` if a newer term owns the run; if strict, the last error of saving."""

@@ -134,13 +134,17 @@ class Upkeep:
             self._changed.notify_all()
 
     def flush(self, timeout_s: float | None) -> bool:
-        """Drain everything stored so far; False if the time ran out or a try failed."""
+        """Drain everything stored so far; False if the time ran out.
+
+        Without a limit of time, one failed try is the answer.
+        """
         with self._changed:
             self._flushing = self._hurry = True
             failures = self._failures
             self._changed.notify_all()
             self._changed.wait_for(
-                lambda: self.fenced is not None or self._failures > failures or self._idle(),
+                lambda: self.fenced is not None or self._idle()
+                or (timeout_s is None and self._failures > failures),
                 timeout=timeout_s,
             )
             return self.fenced is not None or self._idle()

@@ -25,6 +25,8 @@ from .catalog import RecordRef, make_ref
 
 log = logging.getLogger(__name__)
 
+UNANSWERED = "the tier did not answer in time"
+
 BACKOFF_S = (1.0, 60.0)
 """First and longest pause before another captured base is asked for."""
 
@@ -38,17 +40,19 @@ class Writer:
     """
 
     def __init__(
-        self, near: Tier, link: Link, *, window: int, stall_timeout_s: float,
+        self, near: Tier, link: Link, step: int, *, window: int, stall_timeout_s: float,
         on_stored: Callable[[int, list[RecordRef]], None],
     ) -> None:  # fmt: skip
         self._near = near
         self._link = link
+        self._linked = step
         self._window = window
         self._stall_timeout_s = stall_timeout_s
         self._on_stored = on_stored
         self._queue: deque[Boundary] = deque()
         self._in_flight = 0
         self._gap: dict[str, Any] | None = None
+        self._next_gap: dict[str, Any] | None = None
         self._retry_at = 0.0
         self._pause_s = BACKOFF_S[0]
         self._closing = False
@@ -80,8 +84,8 @@ class Writer:
                     lambda: self._in_flight < self._window, timeout=self._stall_timeout_s
                 )
             if self._in_flight < self._window:
-                self._closer = boundary.step if self._offered else self._closer
-                self._offered = False
+                if self._offered:  # the tier answers again: wait for it as before
+                    self._closer, self._offered, self.exposed = boundary.step, False, False
                 self._in_flight += 1
                 self._queue.append(boundary)
                 self._changed.notify_all()
@@ -95,18 +99,24 @@ class Writer:
                         run=self._link.run, hint="a captured base follows when it answers",
                     )
                 )  # fmt: skip
-                self._open_gap("the tier did not answer in time", boundary.step)
+            if self._closer is None:
+                self._open_gap(UNANSWERED, boundary.step)
+            elif self._next_gap is None:
+                # The base on its way closes the gap before it, but this boundary comes after it.
+                self._next_gap = {"reason": UNANSWERED, "from": boundary.step}
         boundary.release()
 
-    def wants_base(self) -> dict[str, Any] | None:
+    def wants_base(self, *, now: bool = False) -> dict[str, Any] | None:
         """The gap that the next boundary should close with a captured base, if it is time.
 
-        While a boundary that was to bring one is in flight, no other is asked for.
+        ``now`` does not wait for the pause after a failure to pass. While a boundary that was to
+        bring one is in flight, no other is asked for.
         """
         with self._changed:
             if self._gap is None or self._closer is not None:
                 return None
-            if self._in_flight >= self._window or time.monotonic() < self._retry_at:
+            early = not now and time.monotonic() < self._retry_at
+            if self._in_flight >= self._window or early:
                 return None
             self._offered = True
             return dict(self._gap)
@@ -175,7 +185,7 @@ class Writer:
 
     def _store(self, boundary: Boundary) -> list[RecordRef] | None:
         """Encode, put and sync one boundary; None if a gap before it makes it useless."""
-        gap = self._gap if self._gap and boundary.step >= self._gap["from"] else None
+        gap = self._gap_at(boundary.step)
         link = self._link
         delta: Record | None = None
         if gap is not None:
@@ -194,12 +204,22 @@ class Writer:
         refs = self._put(boundary, link, delta, base)
         with self._changed:
             self._link = link
+            self._linked = boundary.step
             if gap is not None:
-                self._gap = None
-                self.error = None
+                self._gap, self._next_gap = self._next_gap, None
+                if self._gap is not None and self._gap["from"] <= boundary.step:
+                    self._gap = None
+                self._closer = self.error = None
                 self.exposed = False
                 self._pause_s = BACKOFF_S[0]
         return refs
+
+    def _gap_at(self, step: int) -> dict[str, Any] | None:
+        """The gap a boundary falls into; a step that does not follow the last one opens one."""
+        with self._changed:
+            if self._gap is None and step != self._linked + 1:
+                self._open_gap(f"step {step} came after step {self._linked}", self._linked + 1)
+            return self._gap if self._gap and step >= self._gap["from"] else None
 
     def _put(
         self, boundary: Boundary, link: Link, delta: Record | None, base: Record | None

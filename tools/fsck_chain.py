@@ -213,8 +213,8 @@ def check_holes(tier: str, alone: Catalog, bad: set[str]) -> Iterator[Finding]:
 def _first_bases(tier: str, alone: Catalog) -> Iterator[Finding]:
     """A term without parent begins with a base, and a floor's step has one of each part."""
     origins = {m.term: m for m in sorted(alone.manifests.values(), key=lambda m: -m.step)}
-    for term, part in sorted(alone.deltas):
-        origin = origins.get(term)
+    for (term, part), refs in sorted(alone.deltas.items()):
+        origin = origins.get(term) if refs else None
         floor = _floor_of(alone.floors.get(tier, ()), term)
         if origin is None or origin.parent_term or floor > origin.step:
             continue

@@ -58,7 +58,7 @@ class Session(Protocol):
         """Hand a boundary over."""
         ...
 
-    def wants_base(self) -> Mapping[str, Any] | None:
+    def wants_base(self, *, now: bool = False) -> Mapping[str, Any] | None:
         """The gap that the next boundary should close."""
         ...
 
@@ -277,8 +277,21 @@ class Checkpointer:
 
     def flush(self, timeout_s: float | None = EXIT_FLUSH_S, *, far: bool = True) -> None:
         """Wait until every boundary is synced in the near tier and, if ``far``, drained."""
-        if self._assembly is not None:
-            self._session.flush(timeout_s, far=far)
+        if self._assembly is None:
+            return
+        self._session.flush(timeout_s, far=False)
+        if not self._updated:
+            self._close_gap()
+        self._session.flush(timeout_s, far=far)
+
+    def _close_gap(self) -> None:
+        """Keep the last boundary by a captured base, if saving failed and none has come since."""
+        gap = self._session.wants_base(now=True)
+        if gap is not None and self._assembly is not None:
+            buffer, _ = self._capture.take()
+            self._session.append(
+                self._assembly.boundary(self._step, buffer, None, self._extras(), gap)
+            )
 
     def status(self) -> Any:
         """Where the writer stands; raises `OrderError` before the first update or `restore`."""

@@ -1,1 +1,1 @@
-"""Benchmarks: ratios within one run, medians, one table. Run with ``python -m tests.benchmarks``."""
+"""Benchmarks: ratios within one run, medians, one table. Run `python -m tests.benchmarks`."""

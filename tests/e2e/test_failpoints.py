@@ -6,6 +6,7 @@ import pytest
 
 from adacheck_store.store import open_store
 from adacheck_store.tiers import failpoints
+from adacheck_store.tools.findings import Finding
 from adacheck_store.tools.fsck import fsck
 from tests.e2e.worker import STEPS, WINDOW, Worker, check_against
 
@@ -19,7 +20,8 @@ POINTS = [name for name in failpoints.names() if name.rsplit(".", 1)[0] not in R
 
 def _damage(url: str) -> list:
     with open_store(url) as store:
-        return [finding for finding in fsck(store) if finding.severity == "damage"]
+        found = [item for item in fsck(store) if isinstance(item, Finding)]
+    return [finding for finding in found if finding.severity == "damage"]
 
 
 def _ends_like_the_reference(tmp_path, store, reference, at):
@@ -49,7 +51,7 @@ def test_killed_at(tmp_path, reference, name, count):
 def test_failing_at(tmp_path, reference, name):
     """The disk is full once, there: training is not stopped and nothing wrong is restored."""
     store = (tmp_path / "store").as_uri()
-    worker = Worker(tmp_path / "w", store, failpoint=f"{name}:7=raise", pause_s=0.01)
+    worker = Worker(tmp_path / "w", store, failpoint=f"{name}:15=raise", pause_s=0.01)
     assert worker.wait() == 0
     check_against(reference, worker)
     assert worker.last_step() == STEPS
