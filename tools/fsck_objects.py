@@ -25,7 +25,7 @@ from adacheck_store.tiers.zarr_meta import (
     chunk_count,
     group_document,
 )
-from adacheck_store.tiers.zarr_packs import Pack, pack_document, parse_pack
+from adacheck_store.tiers.zarr_packs import Pack, pack_document, parse_pack, place_of
 
 from .findings import Finding, finding, of_error, of_tier
 
@@ -143,17 +143,20 @@ def check_overlaps(tier: Tier, run: str) -> Iterator[Finding]:
         return
     objects = LocalObjects(tier.path)
     try:
-        before: Pack | None = None
+        widest: Pack | None = None  # of the packs of a place so far, the one that reaches furthest
+        checked: set[str] = set()
         for pack in tier.packs(f"{run}/"):
-            same = (
-                before is not None
-                and str(before.key).rsplit("/", 1)[0] == str(pack.key).rsplit("/", 1)[0]
-            )
-            if same and before is not None and pack.key.step <= before.key.last:
-                yield from _pack_blocks(tier.traits.name, objects, before)
-                yield from _pack_blocks(tier.traits.name, objects, pack)
-            if not same or before is None or pack.key.last > before.key.last:
-                before = pack
+            if widest is not None and place_of(widest.key) == place_of(pack.key):
+                if pack.key.step <= widest.key.last:
+                    for one in (widest, pack):
+                        if str(one.key) not in checked:
+                            checked.add(str(one.key))
+                            yield from _pack_blocks(tier.traits.name, objects, one)
+                if pack.key.last <= widest.key.last:
+                    continue
+            else:
+                checked.clear()
+            widest = pack
     except AdaCheckError as error:
         yield of_tier(error, tier.traits.name)
 

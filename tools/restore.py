@@ -43,8 +43,8 @@ _METADATA_BYTES = 1 << 16
 class RestoredFile:
     """A step restored into a file.
 
-    ``lost`` is how many newer steps were seen and could not be proven, with ``reasons``;
-    ``tiers`` maps each tier to the bytes it gave.
+    ``lost`` is how many newer steps were seen and could not be proven, with ``reasons``, among
+    them tiers that could not be read; ``tiers`` maps each tier to the bytes it gave.
     """
 
     run: str
@@ -101,13 +101,14 @@ def restore(
         if not named:
             with suppress(OSError):
                 os.unlink(draft)
-    return _row(done, str(path), size)
+    unread = tuple(f"unknown: {trouble.error}" for trouble in store.troubles)
+    return _row(done, str(path), size, unread)
 
 
-def _row(done: Outcome[_Written], path: str, size: int) -> RestoredFile:
+def _row(done: Outcome[_Written], path: str, size: int, unread: tuple[str, ...]) -> RestoredFile:
     return RestoredFile(
         run=done.plan.run, term=done.plan.term, step=done.plan.step, path=path, nbytes=size,
-        tensors=done.result.tensors, lost=done.lost, reasons=done.reasons,
+        tensors=done.result.tensors, lost=done.lost, reasons=(*done.reasons, *unread),
         certificate=certify(done.plan, [done.result.report], done.fetcher),
         tiers=dict(done.fetcher.used),
     )  # fmt: skip

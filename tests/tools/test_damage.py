@@ -352,6 +352,8 @@ def test_truncated_lmdb(store: Path, toy: Toy) -> None:
     found = damages(store)
     assert found["tier-damaged"]["tier"] == "lmdb"
     assert still_restores(store, toy) == LAST
+    _, document = cli_json("restore", store, store.parent / "out")
+    assert any("tier=lmdb" in reason for reason in document["rows"][0]["reasons"])
 
 
 def test_lmdb_set_aside(store: Path, toy: Toy) -> None:
@@ -431,21 +433,28 @@ def test_damage_of_another_run_is_not_ours(store: Path) -> None:
     assert findings(store)[0] == 1
 
 
-def test_damaged_copy_in_an_overlapping_pack(store: Path) -> None:
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_damaged_copy_in_an_overlapping_pack(store: Path, which: int) -> None:
     """A reader takes the first copy that reads; fsck reads every one."""
+    place = "*/t000002-*/p000000/pack/*"
     with open_for_reading(str(store)) as opened:
-        key = parse_key(newest(store, "zarr", "delta"))
-        text = str(key)
-        sealed = opened.far.head(text)
-        data = {i.name: memoryview(bytes(opened.far.read(text, i.name, 0, len(i.digests))))
-                for i in sealed.head.arrays}  # fmt: skip
+        last = parse_key(newest(store, "zarr", "delta"))
+        sources = []
+        for step in (LAST - 1, LAST):
+            key = str(dataclasses.replace(last, step=step))
+            sealed = opened.far.head(key)
+            data = {i.name: memoryview(bytes(opened.far.read(key, i.name, 0, len(i.digests))))
+                    for i in sealed.head.arrays}  # fmt: skip
+            sources.append(RecordSource(key, Record(sealed, data)))
     tier = ZarrTier(LocalObjects(store / "objects"))
-    before = set(objects(store, "*/t000002-*/p000000/pack/*"))
-    tier.put([RecordSource(text, Record(sealed, data))])
+    tier.put(sources)
+    tier.put(sources[1:])
+    tier.put(sources[:1])
     tier.close()
-    after = set(objects(store, "*/t000002-*/p000000/pack/*")) - before
+    holding = [p for p in objects(store, place) if p.name[13:25] == f"{LAST:012d}"]
+    assert len(holding) >= 2
     assert findings(store) == (0, [])
-    for pack in after or before:
-        for chunk in pack.rglob("c/0"):
-            flip(chunk, chunk.stat().st_size - 1)
-    assert "block" in damages(store)
+    pack = [p for p in objects(store, place) if int(p.name[13:25]) >= LAST - 1][which]
+    chunk = pack / "data" / "c" / "0"
+    flip(chunk, chunk.stat().st_size - 1)
+    assert damages(store)["block"]["tier"] == "zarr"

@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import adacheck_store.format
+from adacheck_store.arrays import byte_view
 from adacheck_store.boundary import Link
 from adacheck_store.format.bodies import ExtraBody
+from adacheck_store.format.canonical import ArrayRef
 from adacheck_store.format.errors import RecordNotFoundError, TierUnavailableError, TooNewError
-from adacheck_store.format.head import SealedHead
+from adacheck_store.format.head import ArrayInfo, SealedHead
 from adacheck_store.format.ids import block_digests
 from adacheck_store.format.keys import (
     Key,
@@ -38,6 +41,7 @@ from adacheck_store.tools.findings import (
     finding,
 )
 from adacheck_store.tools.fsck import fsck
+from adacheck_store.tools.restore import restore
 from tests.core.toy import Toy
 from tests.tools.stores import make_toy
 
@@ -510,6 +514,26 @@ def test_broken_rule_is_found(kind: str) -> None:
         assert exit_code(found.values()) == 1
     if kind in ("too-new", "tier-unread"):
         assert exit_code([item]) == 3
+
+
+def test_restore_needs_the_extras_whole(tmp_path: Path) -> None:
+    """A step whose extra has a wrong block does not exist, though its tensors are right."""
+    chain = Chain()
+    noise = torch.arange(5, dtype=torch.int64)
+    info = ArrayInfo(name="rng", dtype="I64", elements=5, digests=block_digests(byte_view(noise)))
+    key = chain.key("extra", 6)
+    head = dataclasses.replace(
+        chain.tier.records[key].sealed.head, arrays=(info,),
+        body=ExtraBody(tree={"rng": ArrayRef("rng", "I64", (5,))}).to_json(),
+    )  # fmt: skip
+    chain.tier.records[key] = Record(SealedHead.seal(head), {"rng": byte_view(noise)})
+    store = Store("memory://loose", chain.tier, chain.tier)
+    assert restore(store, tmp_path / "whole").step == 6
+    chain.tier.records[key] = Record(chain.tier.records[key].sealed, {"rng": byte_view(noise + 1)})
+    row = restore(store, tmp_path / "out")
+    assert (row.step, row.lost) == (5, 1)
+    assert any("extra/000000000006" in reason for reason in row.reasons)
+    assert chain.found()["block"].key == key
 
 
 def test_every_kind_is_tested() -> None:
