@@ -81,9 +81,12 @@ def spec_named(name: str) -> OptimizerSpec:
 
 
 def group_values(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a parameter group that have a typed value (``params`` and names left out)."""
+    """The keys of a parameter group that have a typed value (``params`` and names left out).
+
+    In sorted order: the order of a group's keys has no meaning.
+    """
     values: dict[str, Any] = {}
-    for key, value in group.items():
+    for key, value in sorted(group.items()):
         if key in ("params", "param_names"):
             continue
         typed = to_typed(value)

@@ -8,11 +8,11 @@ exactly are *typed values*, objects with one key that begins with ``$``::
     {"$i": "18446744073709551616"}    integer beyond +-2^53, decimal, below 2^2048
     {"$t": [ ... ]}                   tuple
     {"$b": "00ff"}                    bytes, hex
-    {"$d": [[key, value], ...]}       dict with a key other than a plain string, in its order
+    {"$d": [[key, value], ...]}       dict that no object gives back: in its order
     {"$x": [dtype, hex]}              0-dim tensor: dtype name and its bytes, little-endian hex
     {"$a": [array, dtype, [shape]]}   tensor kept as an array of the record
 
-A plain string is one that does not begin with ``$``.
+An object gives back a dict whose keys are strings without ``$`` in front, in sorted order.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ def to_json(value: Any, depth: int = 0) -> Any:
         case list():
             return [to_json(item, depth + 1) for item in value]
         case Mapping():
-            if _plain_keys(value):
+            if _plain_keys(value) and _in_order(value):
                 return {key: to_json(item, depth + 1) for key, item in value.items()}
             pairs = [[to_json(k, depth + 3), to_json(v, depth + 3)] for k, v in value.items()]
             if not _distinct(pairs):
@@ -226,6 +226,12 @@ def to_json(value: Any, depth: int = 0) -> Any:
 
 def _plain_keys(keys: Iterable[Any]) -> bool:
     return all(isinstance(key, str) and not key.startswith("$") for key in keys)
+
+
+def _in_order(keys: Iterable[str]) -> bool:
+    """An object's keys come back sorted: a dict in another order is kept as pairs."""
+    names = list(keys)
+    return names == sorted(names)
 
 
 def _distinct(pairs: list[list[Any]]) -> bool:
@@ -244,7 +250,7 @@ def from_json(value: Any, depth: int = 0) -> Any:
     if not isinstance(value, dict):
         return value
     if _plain_keys(value):
-        return {key: from_json(item, depth + 1) for key, item in value.items()}
+        return {key: from_json(item, depth + 1) for key, item in sorted(value.items())}
     if len(value) != 1:
         raise MalformedError("a typed value has one key", rule="typed-value")
     ((tag, content),) = value.items()
@@ -302,7 +308,7 @@ def _tagged_dict(content: Any, depth: int) -> dict[Any, Any]:
     found = {from_json(key, depth): from_json(item, depth) for key, item in pairs}
     if len(found) != len(pairs) or not _distinct(pairs):
         raise ValueError("a key stands twice")
-    if _plain_keys(found):
+    if _plain_keys(found) and _in_order(found):
         raise ValueError("a plain object would do")
     return found
 

@@ -232,9 +232,9 @@ EXTRA = ExtraBody(
             Scalar("BF16", b"\x80\x3f"),
         ],
         "tensors": {
-            "matrix": ArrayRef("t/0", "F64", (2, 3)),
             "again": ArrayRef("t/0", "F64", (3, 2)),
             "flags": ArrayRef("t/1", "BOOL", (2,)),
+            "matrix": ArrayRef("t/0", "F64", (2, 3)),
             "none": ArrayRef("t/2", "F32", (0, 4)),
         },
     },
