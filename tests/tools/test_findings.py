@@ -43,7 +43,7 @@ from adacheck_store.tools.findings import (
 from adacheck_store.tools.fsck import fsck
 from adacheck_store.tools.restore import restore
 from tests.core.toy import Toy
-from tests.tools.stores import make_toy
+from tests.tools.stores import adamw, make_toy
 
 RUN, PART, RANK = "r", "p000000", "r000000"
 T1, T2 = "t000001-" + "1" * 16, "t000002-" + "2" * 16
@@ -95,9 +95,9 @@ class LooseTier(Tier):
 class Chain:
     """A sound chain of six steps in a loose tier, made by a toy; tests bend it."""
 
-    def __init__(self) -> None:
+    def __init__(self, toy: Toy | None = None) -> None:
         self.tier = LooseTier()
-        self.toy: Toy = make_toy()
+        self.toy: Toy = toy or make_toy()
         self.layout = self.toy.layout.seal(RUN)
         self.put(layout_key(RUN, self.layout.id), self.layout)
         self.manifest = self.add_term(T1)
@@ -514,6 +514,29 @@ def test_broken_rule_is_found(kind: str) -> None:
         assert exit_code(found.values()) == 1
     if kind in ("too-new", "tier-unread"):
         assert exit_code([item]) == 3
+
+
+@pytest.mark.parametrize("at", [0, 1 << 20, (2 << 20) - 1, 2_399_999])
+def test_every_block_of_an_array_is_read(at: int) -> None:
+    """Arrays of several blocks: the block is named by its bytes, the others are still checked."""
+    chain = Chain(Toy([(600, 1000)], adamw, base_every=8))
+    key = chain.key("base", 6)
+    record = chain.tier.records[key]
+    data = bytearray(record.arrays["s0/exp_avg"])
+    data[at] ^= 1
+    arrays = {**record.arrays, "s0/exp_avg": memoryview(bytes(data))}
+    chain.tier.records[key] = Record(record.sealed, arrays)
+    low = at >> 20 << 20
+    high = min(low + (1 << 20), len(data))
+    found = chain.found()
+    assert set(found) == {"block"}
+    assert f"array s0/exp_avg, bytes {low}..{high}" in found["block"].what
+    for name in list(arrays):
+        arrays[name] = memoryview(bytes(len(arrays[name])))
+    chain.tier.records[key] = Record(record.sealed, arrays)
+    rows = [row for row in chain.rows() if isinstance(row, Finding) and row.kind == "block"]
+    assert rows[-1].what == "9 blocks are wrong in all"
+    assert len(rows) == 4
 
 
 def test_restore_needs_the_extras_whole(tmp_path: Path) -> None:
