@@ -599,30 +599,27 @@ def test_each_tier_alone_restores_what_was_flushed(tmp_path: Path) -> None:
     journal.assert_same(last)
 
 
-def test_what_a_term_left_undrained_the_next_one_drains(tmp_path: Path) -> None:
-    url, journal = f"file://{tmp_path}/store", Journal()
-    lazy = Settings(base_every=100, object_lag=100, grace_s=0.0)
+def test_what_a_term_left_undrained_the_next_one_drains() -> None:
+    near, far, journal = KeptTier("near"), BrokenTier(KeptTier("far")), Journal()
+    away = TierUnavailableError("the far tier is away")
     for end in (7, 12):
         toy = make_toy()
-        session = RunSession.open(url, "run", settings=lazy)
+        session = session_on(near, far, KEEP)
         begin(session, toy, journal)
+        far.fault = lambda keys: away
         train(session, toy, journal, end - toy.step)
         settle(session)
         session.close()
-    with open_store(url) as store:
-        seen = {parse_key(k).step for k in store.far.list("run/") if "/delta/" in k}
-    assert seen <= set(range(1, 8))
-    session = RunSession.open(url, "run", settings=lazy)
+        far.fault = lambda keys: None
+    assert not any(parse_key(key).step > 7 for key in far.list("run/") if "/delta/" in key)
+    session = session_on(near, far, KEEP)
     toy = make_toy()
     begin(session, toy, journal)
     session.flush(WAIT_S)
     session.close()
-    shutil.rmtree(tmp_path / "store" / "lmdb")
-    last = stored_state(url)
-    assert last.step == 12
-    journal.assert_same(last)
+    assert restore_state([far], "run").step == 12
     for step in range(13):
-        journal.assert_same(stored_state(url, step=step))
+        journal.assert_same(restore_state([far], "run", step=step))
 
 
 def test_another_layout_opens_with_a_captured_base(url: str) -> None:
