@@ -136,7 +136,7 @@ class _Builder:
             self.troubles.append(Trouble(tier=name, key="", error=error.at(tier=name)))
         for key, sealed in found:
             if key.kind == "log":
-                self._add_log(name, sealed.head)
+                self._add_log(name, str(key), sealed.head)
         for key, sealed in found:
             self._add(name, key, sealed)
 
@@ -154,8 +154,12 @@ class _Builder:
             return None
         return sealed
 
-    def _add_log(self, tier: str, head: Head) -> None:
-        entry = decode_log(head)
+    def _add_log(self, tier: str, key: str, head: Head) -> None:
+        try:
+            entry = decode_log(head)
+        except FormatError as error:
+            self.troubles.append(Trouble(tier=tier, key=key, error=error.at(tier=tier, key=key)))
+            return
         if isinstance(entry, Claim):
             self.claims[entry.index] = entry
         else:

@@ -26,7 +26,7 @@ class Settings:
     seconds, the object tier may stay behind. ``keep_bases``: bases a tier keeps, with what
     follows. ``stall_timeout_s``: how long a step waits at W before training goes on exposed.
     ``grace_s``: age in seconds before a superseded record of the object tier is deleted.
-    ``lmdb_bytes``: capacity of the LMDB tier (0: what the disk has, less a tenth).
+    ``lmdb_bytes``: capacity of the LMDB tier (0: its default, 64 GiB).
     """
 
     policy: str = "lossless"

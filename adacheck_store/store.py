@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from adacheck_store.format.errors import (
     AdaCheckError,
     FormatError,
     NotOursError,
+    TierDamagedError,
     TierError,
     TooNewError,
     UnsupportedError,
@@ -19,6 +21,7 @@ from adacheck_store.format.errors import (
 )
 from adacheck_store.tiers.base import Tier
 from adacheck_store.tiers.lmdb import LmdbTier
+from adacheck_store.tiers.lmdb_check import quarantine
 from adacheck_store.tiers.medium import translate
 from adacheck_store.tiers.memory import MemoryTier
 from adacheck_store.tiers.object_local import LocalObjects
@@ -26,6 +29,8 @@ from adacheck_store.tiers.zarr import ZarrTier, open_marked
 
 from .catalog import Trouble
 from .config import node_name
+
+log = logging.getLogger(__name__)
 
 _MEMORY: dict[str, MemoryTier] = {}
 
@@ -92,7 +97,8 @@ def open_store(
 
     ``cache`` is the folder of the LMDB tiers (default ``lmdb`` inside a local store), one folder
     per node in it. Raises `NotOursError` for a folder that is not a store, `TooNewError`,
-    `TierReadOnlyError`, `TierBusyError` naming the process that holds this node's LMDB.
+    `TierReadOnlyError`, `TierBusyError` naming the process that holds this node's LMDB. A writer
+    sets an LMDB whose structure is damaged aside, and begins a new one.
     """
     if url.startswith("memory://"):
         tier = _MEMORY.setdefault(url, MemoryTier())
@@ -101,17 +107,41 @@ def open_store(
     folder = Path(cache) if cache is not None else root / "lmdb"
     if not write:
         return _open_reading(url, root, folder)
+    _refuse_foreign(root)
     objects = LocalObjects(root / "objects")
     open_marked(objects, create=True)
     far = ZarrTier(objects)
     troubles: list[Trouble] = []
     try:
-        near = LmdbTier(folder / node_name(), capacity_bytes=lmdb_bytes or None)
+        near = _open_near(folder / node_name(), lmdb_bytes, troubles)
         others = _other_nodes(folder, troubles, skip=node_name())
     except AdaCheckError:
         far.close()
         raise
     return Store(url, near, far, tuple(others), tuple(troubles))
+
+
+def _refuse_foreign(root: Path) -> None:
+    """A writer makes a store in a new or empty folder, or in one that is a store already."""
+    if root.is_dir() and not (root / "objects").is_dir():
+        foreign = sorted(path.name for path in root.iterdir() if path.name != "lmdb")
+        if foreign:
+            raise NotOursError(
+                f"a folder that is not ours: it holds {', '.join(foreign[:3])}", path=str(root),
+                hint="give an empty folder, or one that does not exist yet",
+            )  # fmt: skip
+
+
+def _open_near(path: Path, capacity_bytes: int, troubles: list[Trouble]) -> Tier:
+    """This node's LMDB for writing; one whose structure is damaged is set aside and said so."""
+    try:
+        return LmdbTier(path, capacity_bytes=capacity_bytes or None)
+    except TierDamagedError as error:
+        aside = quarantine(str(path))
+        error.hint = f"set aside as {aside}; the other tiers go on, fsck tells what they hold"
+        log.warning("%s", error)
+        troubles.append(Trouble(tier=lmdb_name(path.name), key="", error=error))
+        return LmdbTier(path, capacity_bytes=capacity_bytes or None)
 
 
 def _open_reading(url: str, root: Path, folder: Path) -> Store:

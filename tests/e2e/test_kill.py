@@ -72,3 +72,32 @@ def test_killed_on_a_new_machine_after_the_old_one_was_lost(tmp_path, reference)
         check_against(reference, worker)
     assert second.row("restored")["tiers"] == ["zarr"]
     assert third.row("restored")["restored"] >= 20 - WINDOW - 1
+
+
+def test_a_damaged_lmdb_is_set_aside_and_the_objects_go_on(tmp_path, reference):
+    """Its structure does not verify: renamed, never deleted, and the run is restored from zarr."""
+    store = tmp_path / "store"
+    first = Worker(tmp_path / "first", store.as_uri(), pause_s=0.05)
+    while first.last_step() < 14:
+        time.sleep(0.01)
+    first.kill()
+    data = store / "lmdb" / "node-a" / "data.mdb"
+    size = data.stat().st_size
+    with data.open("r+b") as file:
+        file.truncate(size // 2)
+    second = Worker(tmp_path / "second", store.as_uri())
+    assert second.wait() == 0
+    check_against(reference, second)
+    assert second.row("restored")["tiers"] == ["zarr"]
+    assert second.row("final")["digest"] == reference[STEPS][0]
+    aside = store / "lmdb" / "node-a-damaged-1" / "data.mdb"
+    assert aside.stat().st_size == size // 2
+
+
+def test_a_folder_that_is_not_ours_is_left_alone(tmp_path, reference):
+    """A writer refuses it, naming what it holds, and makes nothing in it."""
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.txt").write_text("mine")
+    worker = Worker(tmp_path / "w", (tmp_path / "thesis").as_uri())
+    assert worker.wait() == 1
+    assert [path.name for path in (tmp_path / "thesis").iterdir()] == ["chapter.txt"]
