@@ -143,8 +143,11 @@ class Upkeep:
             failures = self._failures
             self._changed.notify_all()
             self._changed.wait_for(
-                lambda: self.fenced is not None or self._idle()
-                or (timeout_s is None and self._failures > failures),
+                lambda: (
+                    self.fenced is not None
+                    or self._idle()
+                    or (timeout_s is None and self._failures > failures)
+                ),
                 timeout=timeout_s,
             )
             return self.fenced is not None or self._idle()
