@@ -30,6 +30,9 @@ class Boundary(Protocol):
 
     Either ``delta`` gives a record, or ``base`` does (a new start), or both (a captured base to
     check the chain against). After ``release`` the trainer may fill the buffers again.
+
+    It may have a ``layout``, that of its records: where it is another than that of the boundary
+    before, the chain starts anew, and only a base will do.
     """
 
     step: int

@@ -63,6 +63,9 @@ class RunSession:
         self._writer: Writer | None = None
         self._upkeep: Upkeep | None = None
         self._step = -1
+        self._manifest: Manifest | None = None
+        self._layouts: dict[str, Layout] = {}
+        self._documents: list[RecordSource] = []
 
     @classmethod
     def open(
@@ -148,7 +151,8 @@ class RunSession:
             self.restore()
         assert self._term is not None
         sealed_layout = layout.seal(self.run)
-        manifest = self._manifest(sealed_layout.id, start_step).seal(writer_info())
+        self._manifest = self._first_manifest(sealed_layout.id, start_step)
+        manifest = self._manifest.seal(writer_info())
         link = Link(
             run=self.run, term=str(self._term), part=self.part, rank=self.rank,
             parent=manifest.id, manifest=manifest.id, layout=sealed_layout.id,
@@ -171,10 +175,11 @@ class RunSession:
             sealed = source.record.sealed
             if sealed.head.kind == "base":
                 tail.add(make_ref(parse_key(source.key), sealed, (near.traits.name,)))
+        self._layouts[sealed_layout.id] = layout
         self._run_threads(link, step, layout, tail, backlog)
         self._step = step
 
-    def _manifest(self, layout_id: str, start_step: int) -> Manifest:
+    def _first_manifest(self, layout_id: str, start_step: int) -> Manifest:
         restored = self._restored
         parts = (PartEntry(name=self.part, layout=layout_id),)
         settings = {"base_every": self.settings.base_every, "policy": self.settings.policy}
@@ -216,22 +221,69 @@ class RunSession:
             segment for segment in line
             if any(key.startswith(f"{self.run}/{segment.term}/manifest/") for key in far_manifests)
         ]  # fmt: skip
-        return missing_below(self.store.near, self.store.far, self.run, known)
+        return [
+            *self._missing_documents({segment.term for segment in known}),
+            *missing_below(self.store.near, self.store.far, self.run, known),
+        ]
+
+    def _missing_documents(self, terms: set[str]) -> list[str]:
+        """Layouts, and manifest revisions of these terms, that the far tier has not received."""
+        have = set(self.store.far.list(f"{self.run}/"))
+        kinds = ("layout", "manifest")
+        missing = [key for key in self.store.near.list(f"{self.run}/") if key not in have]
+        return [
+            text for text in missing
+            if (key := parse_key(text)).kind in kinds and (not key.term or key.term in terms)
+        ]  # fmt: skip
+
+    def _revise(self, link: Link, layout: Layout, step: int) -> tuple[Link, list[RecordSource]]:
+        """A link under the manifest revision that names another layout, and what to put with it.
+
+        Called on the writer's thread. A revision that a failed put may have left behind is kept:
+        the one after it follows it.
+        """
+        assert self._manifest is not None
+        sealed = layout.seal(self.run)
+        if self._manifest.part(self.part).layout != sealed.id:
+            before = self._manifest.seal()
+            self._manifest = dataclasses.replace(
+                self._manifest, step=step, previous=before.id,
+                parts=(PartEntry(name=self.part, layout=sealed.id),),
+            )  # fmt: skip
+            self._layouts[sealed.id] = layout
+            revised = self._manifest.seal(writer_info())
+            self._documents += [
+                RecordSource(str(layout_key(self.run, sealed.id)), Record(sealed, {})),
+                RecordSource(str(manifest_key(self.run, link.term, step)), Record(revised, {})),
+            ]
+        identity = self._manifest.seal().id
+        return (
+            dataclasses.replace(link, manifest=identity, layout=sealed.id, parent=identity),
+            list(self._documents),
+        )
 
     def _run_threads(
         self, link: Link, step: int, layout: Layout, tail: Tail, backlog: list[str]
     ) -> None:
         assert self._term is not None
         upkeep = Upkeep(
-            self.store, run=self.run, term=self._term, manifest=link.manifest, part=self.part,
-            layout=layout, settings=self.settings, tail=tail, backlog=backlog,
+            self.store, run=self.run, term=self._term, part=self.part, layouts=self._layouts,
+            settings=self.settings, tail=tail, backlog=backlog,
             ask_for_base=lambda reason, first: writer.ask_for_base(reason, first),
         )  # fmt: skip
         writer = Writer(
             self.store.near, link, step, window=self.settings.window,
-            stall_timeout_s=self.settings.stall_timeout_s, on_stored=upkeep.stored,
+            stall_timeout_s=self.settings.stall_timeout_s, on_stored=self._stored, layout=layout,
+            revise=self._revise,
         )  # fmt: skip
         self._upkeep, self._writer = upkeep, writer
+
+    def _stored(self, step: int, refs: list[RecordRef]) -> None:
+        """Called on the writer's thread when a boundary has become durable."""
+        if any(ref.kind == "manifest" for ref in refs):
+            self._documents.clear()
+        if self._upkeep is not None:
+            self._upkeep.stored(step, refs)
 
     def _running(self) -> tuple[Writer, Upkeep]:
         if self._writer is None or self._upkeep is None:

@@ -84,20 +84,19 @@ class Upkeep:
     ``stored`` is told what became durable (any thread); the work is done on one thread of its
     own. A failure is kept in ``error`` and tried again later; losing the run to a newer term is
     final and kept in ``fenced``. ``ask_for_base(reason, first)`` is called when a fold proves
-    the chain wrong.
+    the chain wrong. ``layouts`` are the run's by id, more of which may come later.
     """
 
     def __init__(
-        self, store: Store, *, run: str, term: Term, manifest: str, part: str, layout: Layout,
+        self, store: Store, *, run: str, term: Term, part: str, layouts: dict[str, Layout],
         settings: Settings, tail: Tail, backlog: list[str],
         ask_for_base: Callable[[str, int], None],
     ) -> None:  # fmt: skip
         self._store = store
         self._run_name = run
         self._term = term
-        self._manifest = manifest
         self._part = part
-        self._layout = layout
+        self._layouts = layouts
         self._settings = settings
         self._rivals = Rivals(store.far, run, term)
         self._tail = tail
@@ -247,8 +246,8 @@ class Upkeep:
                 self._tail.base = None
             return
         source = ReplayedBase(
-            Fetcher(self._store.tiers), self._layout, self._anywhere(plan), run=self._run_name,
-            term=str(self._term), step=step, manifest=self._manifest,
+            Fetcher(self._store.tiers), self._layouts[plan.layout], self._anywhere(plan),
+            run=self._run_name, term=str(self._term), step=step, manifest=plan.deltas[-1].manifest,
         )  # fmt: skip
         near = self._store.near
         try:

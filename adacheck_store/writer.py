@@ -17,6 +17,7 @@ from typing import Any
 
 from adacheck_store.format.errors import AdaCheckError, TierError
 from adacheck_store.format.keys import base_key, delta_key, extra_key, parse_key
+from adacheck_store.format.layout import Layout
 from adacheck_store.format.record import Record
 from adacheck_store.tiers.base import RecordSource, Tier
 
@@ -37,12 +38,17 @@ class Writer:
     ``append`` is called by the training thread, everything else by any thread. ``on_stored`` is
     called on the writer's thread with the step and the references of what became durable.
     Errors never come out of ``append``; they are in ``error`` and in the gap asked to be closed.
+    ``layout`` is that of the link; for a boundary of another one ``revise`` gives a link, and the
+    layout and manifest revision to put with its base.
     """
 
     def __init__(
         self, near: Tier, link: Link, step: int, *, window: int, stall_timeout_s: float,
-        on_stored: Callable[[int, list[RecordRef]], None],
+        on_stored: Callable[[int, list[RecordRef]], None], layout: Layout | None = None,
+        revise: Callable[[Link, Layout, int], tuple[Link, list[RecordSource]]] | None = None,
     ) -> None:  # fmt: skip
+        self._layout = layout
+        self._revise = revise
         self._near = near
         self._link = link
         self._linked = step
@@ -185,9 +191,14 @@ class Writer:
 
     def _store(self, boundary: Boundary) -> list[RecordRef] | None:
         """Encode, put and sync one boundary; None if a gap before it makes it useless."""
-        gap = self._gap_at(boundary.step)
+        layout: Layout | None = getattr(boundary, "layout", None)
+        moved = layout is not None and layout is not self._layout and layout != self._layout
+        gap = self._gap_at(boundary.step, moved)
         link = self._link
         delta: Record | None = None
+        documents: list[RecordSource] = []
+        if layout is not None and moved and self._revise is not None:
+            link, documents = self._revise(link, layout, boundary.step)
         if gap is not None:
             link = dataclasses.replace(link, parent=link.manifest)
         else:
@@ -201,9 +212,10 @@ class Writer:
             raise TierError("a boundary with neither delta nor base", step=boundary.step)
         if base is not None and delta is None:
             link = dataclasses.replace(link, parent=base.sealed.head.parent)
-        refs = self._put(boundary, link, delta, base)
+        refs = self._put(boundary, link, delta, base, documents)
         with self._changed:
             self._link = link
+            self._layout = layout or self._layout
             self._linked = boundary.step
             if gap is not None:
                 self._gap, self._next_gap = self._next_gap, None
@@ -214,16 +226,22 @@ class Writer:
                 self._pause_s = BACKOFF_S[0]
         return refs
 
-    def _gap_at(self, step: int) -> dict[str, Any] | None:
-        """The gap a boundary falls into; a step that does not follow the last one opens one."""
+    def _gap_at(self, step: int, moved: bool) -> dict[str, Any] | None:
+        """The gap a boundary falls into.
+
+        A step that does not follow the last one opens one, and so does another layout.
+        """
         with self._changed:
+            if self._gap is None and moved:
+                self._open_gap("the layout changed", min(step, self._linked + 1))
             if self._gap is None and step != self._linked + 1:
                 self._open_gap(f"step {step} came after step {self._linked}", self._linked + 1)
             return self._gap if self._gap and step >= self._gap["from"] else None
 
     def _put(
-        self, boundary: Boundary, link: Link, delta: Record | None, base: Record | None
-    ) -> list[RecordRef]:
+        self, boundary: Boundary, link: Link, delta: Record | None, base: Record | None,
+        documents: list[RecordSource],
+    ) -> list[RecordRef]:  # fmt: skip
         step = boundary.step
         place = (link.run, link.term, link.part)
         records: list[tuple[str, Record]] = []
@@ -232,9 +250,10 @@ class Writer:
         if base is not None:
             records.append((str(base_key(*place, step)), base))
         records.append((str(extra_key(link.run, link.term, link.rank, step)), boundary.extra(link)))
-        self._near.put([RecordSource(key, record) for key, record in records])
+        self._near.put([*documents, *(RecordSource(key, record) for key, record in records)])
         self._near.sync()
         name = self._near.traits.name
+        records = [(item.key, item.record) for item in documents] + records
         refs = [make_ref(parse_key(key), record.sealed, (name,)) for key, record in records]
         self.bytes_put += sum(ref.nbytes for ref in refs if ref.kind != "base")
         return refs

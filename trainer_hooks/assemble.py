@@ -75,16 +75,16 @@ class Assembly:
         self.watch.rebase()
         self.encoder.stored.rebase(copies)
         groups = boundary_groups(self.binding)
-        self.encoder.arithmetic(groups[0])
+        self.encoder.arithmetic(groups)
         return StartBoundary(
-            step=step, encoder=self.encoder, buffer=buffer, area=None, update=None, copies=copies,
+            step=step, encoder=self.encoder, buffer=buffer, area=None, updates=(), copies=copies,
             groups=groups, arrays=existing_arrays(self.binding),
             states=section_states(self.binding), extras=extras, on_release=self._release,
             start=True,
         )  # fmt: skip
 
     def boundary(
-        self, step: int, buffer: HostBuffer, update: CapturedUpdate | None,
+        self, step: int, buffer: HostBuffer, updates: Sequence[CapturedUpdate],
         extras: Mapping[str, Any], gap: Mapping[str, Any] | None,
     ) -> ClosedBoundary:  # fmt: skip
         """Close a boundary: copy what the encoder will read, and read what is small."""
@@ -100,7 +100,7 @@ class Assembly:
             copies = self.watch.stage(buffer)
             buffer.landed(self.stager.device)
             return ClosedBoundary(
-                step=step, encoder=self.encoder, buffer=buffer, area=area, update=update,
+                step=step, encoder=self.encoder, buffer=buffer, area=area, updates=updates,
                 copies=copies, groups=boundary_groups(self.binding),
                 arrays=existing_arrays(self.binding),
                 states=section_states(self.binding) if gap is not None else {},
@@ -114,6 +114,6 @@ class Assembly:
         """A boundary whose update was not captured: the writer opens a gap for it."""
         failure = error or AdaCheckError("an update was not captured")
         return ClosedBoundary(
-            step=step, encoder=self.encoder, buffer=None, area=None, update=None, copies=[],
+            step=step, encoder=self.encoder, buffer=None, area=None, updates=(), copies=[],
             groups=(), arrays=[], states={}, extras={}, on_release=self._release, failure=failure,
         )  # fmt: skip

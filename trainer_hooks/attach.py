@@ -11,7 +11,7 @@ from adacheck_store.config import Settings
 from adacheck_store.session import RunSession
 
 from .checkpointer import Checkpointer, RestoreReport
-from .layouts import bind, checked_spec
+from .layouts import bind
 from .names import Model
 
 __all__ = ["Checkpointer", "RestoreReport", "attach"]
@@ -36,7 +36,8 @@ def attach(
 ) -> Checkpointer:
     """Keep a checkpoint of every step of a run in the store at a URL.
 
-    ``model`` is a module or a list of modules, ``optimizer`` its one optimizer. ``policy`` is
+    ``model`` is a module or a list of modules, ``optimizer`` its optimizer or a list of them (and
+    then `Checkpointer.end_step` is the boundary). ``policy`` is
     ``lossless``, or ``bf16``: gradients are rounded in place before the step, and training
     consumes what is stored. ``window`` is how many steps may be in flight, ``base_every`` how
     often a base is made by folding, ``object_lag`` how many steps the object tier may stay
@@ -47,16 +48,14 @@ def attach(
 
     What is not supported is refused here, before the store is touched.
     """
-    checked_spec(optimizer)
-    single = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer[0]
     settings = Settings(
         policy=policy, window=window, base_every=base_every, object_lag=object_lag,
         keep_bases=keep, start_step=start_step, resume=resume, strict=strict,
     )  # fmt: skip
-    bind(model, single, names)
+    bind(model, optimizer, names)
     session = RunSession.open(store, run, cache=cache, settings=settings)
     try:
-        return Checkpointer(model, single, session, settings, names)
+        return Checkpointer(model, optimizer, session, settings, names)
     except BaseException:
         session.close()
         raise

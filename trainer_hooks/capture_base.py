@@ -22,7 +22,10 @@ from .stager import StateArea, copy
 
 def boundary_groups(binding: Binding) -> tuple[Groups, ...]:
     """The hyper-parameters of every group as they stand now, per optimizer."""
-    return (tuple(group_values(group) for group in binding.optimizer.param_groups),)
+    return tuple(
+        tuple(group_values(group) for group in optimizer.param_groups)
+        for optimizer in binding.optimizers
+    )
 
 
 def section_states(binding: Binding) -> dict[str, SectionState]:
@@ -34,7 +37,7 @@ def section_states(binding: Binding) -> dict[str, SectionState]:
         state = binding.state(slot)
         has = binding.present(slot)
         present.setdefault(name, []).append(has)
-        for key in binding.spec.scalars:
+        for key in binding.spec(slot).scalars:
             values = scalars.setdefault(name, {}).setdefault(key, [])
             value = state.get(key) if has else None
             values.append(scalar_of(value) if isinstance(value, torch.Tensor) else value)

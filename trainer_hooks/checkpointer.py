@@ -26,8 +26,10 @@ from adacheck_store.format.record import Record
 
 from .assemble import Assembly
 from .capture import Capture
-from .extras import freeze
-from .layouts import bind, checked_spec
+from .encode import ClosedBoundary
+from .extras import freeze, thaw
+from .hooks import attached
+from .layouts import Optimizers, bind, listed
 from .load import load, revive_grads
 from .loader import LoaderPosition
 from .names import Model
@@ -38,6 +40,9 @@ log = logging.getLogger(__name__)
 
 EXIT_FLUSH_S = 600.0
 """Longest wait for the tiers when a ``with`` block is left."""
+
+UPDATES_MAX = 16
+"""Updates of one of several optimizers between two boundaries; each takes a buffer of its own."""
 
 
 class Session(Protocol):
@@ -85,7 +90,8 @@ class RestoreReport:
 
     ``step`` is the step the run goes on from (``start_step`` on a fresh run, where
     ``certificate`` is None). ``lost`` counts newer steps that were seen and could not be proven,
-    for ``reasons``; ``tiers`` maps tiers to the bytes they gave.
+    for ``reasons``; ``tiers`` maps tiers to the bytes they gave. ``carried`` is what
+    `Checkpointer.carry` was given before that step.
     """
 
     step: int
@@ -93,6 +99,7 @@ class RestoreReport:
     lost: int = 0
     reasons: tuple[str, ...] = ()
     tiers: Mapping[str, int] | None = None
+    carried: Any = None
 
     @property
     def fresh(self) -> bool:
@@ -101,37 +108,36 @@ class RestoreReport:
 
 
 class Checkpointer:
-    """A run's hold on a model and an optimizer; all calls are the training thread's.
+    """A run's hold on a model and its optimizers; all calls are the training thread's.
 
-    Without tracked objects every applied ``optimizer.step()`` is a boundary. With them
-    ``end_step()`` is the boundary, and a second update without it is an error. Errors of saving
-    do not come out of these calls, unless strict; misuse and the loss of the run to a newer
-    writer do.
+    With one optimizer and no call of `track` every applied ``optimizer.step()`` is a boundary.
+    Otherwise `end_step` is the boundary, and updating on and on without it is an error. Errors
+    of saving do not come out of these calls, unless strict; misuse and the loss of the run to a
+    newer writer do.
     """
 
     def __init__(
-        self, model: Model, optimizer: torch.optim.Optimizer, session: Session,
+        self, model: Model, optimizer: Optimizers, session: Session,
         settings: Settings, names: Mapping[str, torch.Tensor] | None = None,
     ) -> None:  # fmt: skip
-        checked_spec(optimizer)
-        if any(
-            isinstance(getattr(hook, "__self__", None), Capture)
-            for hook in optimizer._optimizer_step_pre_hooks.values()
-        ):
+        self._optimizers = listed(optimizer)
+        if any(attached(item) for item in self._optimizers):
             raise OrderError("this optimizer is attached already", hint="close the other one first")
-        bind(model, optimizer, names)
-        self._model, self._optimizer, self._names = model, optimizer, names
+        bind(model, self._optimizers, names)
+        self._model, self._names = model, names
         self._session, self._settings = session, settings
-        self._tracked = Tracked(model, optimizer)
+        self._tracked = Tracked(model, self._optimizers)
         self._loader = LoaderPosition()
         self._assembly: Assembly | None = None
         self._step = settings.start_step
-        self._updated = False
+        self._updates = [0] * len(self._optimizers)
+        self._moved = ""
+        self._carried: Any = None
         self._failure: AdaCheckError | None = None
         self._restoring = False
         self._warned = False
         self._open = True
-        self._capture = Capture(optimizer, settings.policy, self)
+        self._capture = Capture(self._optimizers, settings.policy, self)
 
     @property
     def step(self) -> int:
@@ -141,7 +147,10 @@ class Checkpointer:
     def track(self, **objects: Any) -> None:
         """Keep further objects by name, through their ``state_dict``; `end_step` is required then.
 
-        Raises `UnsupportedError` naming what of their state cannot be kept. None is ignored.
+        Schedulers, a gradient scaler, or whatever else a step depends on. A call without any
+        object makes `end_step` the boundary too: for loops that change weights after the
+        optimizer's step. Raises `UnsupportedError` naming what of their state cannot be kept.
+        None is ignored.
         """
         self._must_be_open()
         if self._assembly is not None:
@@ -166,10 +175,11 @@ class Checkpointer:
         tree = restored.extras.get(rank_name(0), {})
         state = restored.parts[part_name(0)]
         self._tracked.check(tree)
-        binding = bind(self._model, self._optimizer, self._names)
+        binding = bind(self._model, self._optimizers, self._names)
         load(state, binding, step=restored.step)
-        revive_grads(binding, tree.get("held", ()))
+        revive_grads(binding, tree.get("held", ()), tree.get("grads") or {})
         self._tracked.load(tree)
+        self._carried = tree.get("carried")
         self._begin(restored.step)
         rng = tree.get("rng")
         if rng is not None:
@@ -177,23 +187,27 @@ class Checkpointer:
             self._loader.restored(tree.get("loader"), rng)
         return RestoreReport(
             step=self._step, certificate=restored.certificate, lost=restored.lost,
-            reasons=tuple(restored.reasons), tiers=restored.tiers,
+            reasons=tuple(restored.reasons), tiers=restored.tiers, carried=thaw(self._carried),
         )  # fmt: skip
 
     def _begin(self, step: int) -> None:
-        binding = bind(self._model, self._optimizer, self._names)
-        assembly = Assembly(binding, self._settings)
+        assembly = Assembly(bind(self._model, self._optimizers, self._names), self._settings)
         boundary = assembly.start_boundary(step, self._extras())
         try:
             self._session.start(
-                binding.layout, start_step=step, base=boundary.base_of, extra=boundary.extra
-            )
+                assembly.binding.layout, start_step=step, base=boundary.base_of,
+                extra=boundary.extra,
+            )  # fmt: skip
         finally:
             boundary.release()
-        self._assembly, self._step = assembly, step
-        self._capture.begin(binding, assembly.stager, assembly.watch)
+        self._step = step
+        self._capture_by(assembly)
 
-    def before_update(self) -> None:
+    def _capture_by(self, assembly: Assembly) -> None:
+        self._assembly = assembly
+        self._capture.begin(assembly.binding, assembly.stager, assembly.watch)
+
+    def before_update(self, optimizer: int) -> None:
         """Hook: an update is about to be applied."""
         if self._assembly is None:
             if self._restoring:
@@ -203,17 +217,42 @@ class Checkpointer:
                 )
             self._tracked.check_scheduler()
             self._begin(self._settings.start_step)
-        elif self._updated and self._tracked.explicit:
+        elif self._updates[optimizer] >= self._most_updates():
             raise OrderError(
-                "a second update without end_step()", step=self._step,
-                hint="with tracked objects end_step() is the boundary: call it after every update",
+                "a second update without end_step()" if self._most_updates() == 1 else
+                f"{UPDATES_MAX} updates of an optimizer without end_step()", step=self._step,
+                hint="with several optimizers or after track() end_step() is the boundary: call it "
+                "after every update, or every round of updates",
             )  # fmt: skip
+        self._follow_layout(optimizer)
 
-    def after_update(self) -> None:
+    def _most_updates(self) -> int:
+        """How many updates of an optimizer may lie between boundaries."""
+        return UPDATES_MAX if len(self._optimizers) > 1 else 1
+
+    def after_update(self, optimizer: int) -> None:
         """Hook: an update was applied."""
-        self._updated = True
+        self._updates[optimizer] += 1
         if not self._tracked.explicit:
             self._close_boundary()
+
+    def _follow_layout(self, optimizer: int) -> None:
+        """Where parameters were added, replaced or regrouped, capture by a new layout.
+
+        The boundary to come then brings a captured base, with which the chain starts anew.
+        """
+        assert self._assembly is not None
+        why = self._capture.changes(optimizer)
+        if not why:
+            return
+        old = self._assembly.binding
+        new = bind(self._model, self._optimizers, self._names)
+        tensors = zip(new.slots, old.slots, strict=False)
+        if new.layout == old.layout and all(n.item.tensor is o.item.tensor for n, o in tensors):
+            self._capture.accept()
+            return
+        self._capture_by(Assembly(new, self._settings))
+        self._moved = why
 
     def capture_failed(self, error: Exception) -> None:
         """Hook: an update could not be captured; the next boundary says so to the writer."""
@@ -229,7 +268,7 @@ class Checkpointer:
         """Close the boundary where that is this call's part; returns the step."""
         self._must_be_open()
         if self._assembly is None:
-            self.before_update()
+            self.before_update(0)
         if self._tracked.explicit:
             self._close_boundary()
         return self._step
@@ -238,13 +277,14 @@ class Checkpointer:
         assert self._assembly is not None
         self._session.check()
         self._step += 1
-        self._updated = False
+        self._updates = [0] * len(self._optimizers)
+        if self._step % self._settings.base_every == 0:
+            self._look_for_tensors()
         boundary = None
         try:
-            gap = self._session.wants_base()
+            gap = self._gap()
             if self._failure is None or gap is not None:
-                buffer, update = self._capture.take()
-                boundary = self._assembly.boundary(self._step, buffer, update, self._extras(), gap)
+                boundary = self._boundary(gap)
         except (UsageError, TermError):
             raise
         except Exception as error:
@@ -252,14 +292,55 @@ class Checkpointer:
         if boundary is None:
             boundary = self._assembly.failed(self._step, self._failure)
         self._failure = None
+        self._moved = ""
         self._session.append(boundary)
+
+    def _look_for_tensors(self) -> None:
+        """Parameters and buffers that no optimizer has may have come or gone."""
+        assert self._assembly is not None
+        binding = bind(self._model, self._optimizers, self._names)
+        if binding.layout != self._assembly.binding.layout:
+            self._capture_by(Assembly(binding, self._settings))
+            self._moved = self._moved or "the model's tensors have changed"
+
+    def _gap(self) -> Mapping[str, Any] | None:
+        """What the captured base that comes with this boundary closes; None if none comes."""
+        gap = self._session.wants_base()
+        if not self._moved:
+            return gap
+        if gap is None:
+            return {"reason": self._moved, "from": self._step}
+        return {"reason": f"{gap['reason']}; {self._moved}", "from": gap["from"]}
+
+    def _boundary(self, gap: Mapping[str, Any] | None) -> ClosedBoundary:
+        assert self._assembly is not None
+        extras = self._extras()
+        buffer, updates = self._capture.take()
+        return self._assembly.boundary(self._step, buffer, updates, extras, gap)
 
     def _extras(self) -> dict[str, Any]:
         trees = self._tracked.trees()
         trees["loader"] = freeze(self._loader.tree(), "loader")
+        if self._carried is not None:
+            trees["carried"] = self._carried
         if self._assembly is not None:
-            trees["held"] = self._assembly.names_of(self._capture.held)
+            zeroed, grads = self._capture.left_behind()
+            trees["held"] = self._assembly.names_of(zeroed)
+            named = self._assembly.binding.trained
+            if grads:
+                trees["grads"] = freeze({named[i].item.name: g for i, g in grads.items()}, "grads")
         return trees
+
+    def carry(self, value: Any) -> Any:
+        """Keep a batch that was fetched before its step with the boundaries to come; returns it.
+
+        For loops that fetch ahead: `restore` hands the value of its boundary back as
+        ``report.carried``, with tensors on the CPU. Each call replaces the value before it,
+        None forgets it.
+        """
+        self._must_be_open()
+        self._carried = freeze(value, "carry")
+        return value
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """One pass over a loader; after `restore` it goes on where the step left it."""
@@ -280,7 +361,7 @@ class Checkpointer:
         if self._assembly is None:
             return
         self._session.flush(timeout_s, far=False)
-        if not self._updated:
+        if not any(self._updates):
             self._close_gap()
         self._session.flush(timeout_s, far=far)
 
@@ -288,10 +369,7 @@ class Checkpointer:
         """Keep the last boundary by a captured base, if saving failed and none has come since."""
         gap = self._session.wants_base(now=True)
         if gap is not None and self._assembly is not None:
-            buffer, _ = self._capture.take()
-            self._session.append(
-                self._assembly.boundary(self._step, buffer, None, self._extras(), gap)
-            )
+            self._session.append(self._boundary(gap))
 
     def status(self) -> Any:
         """Where the writer stands; raises `OrderError` before the first update or `restore`."""

@@ -22,7 +22,7 @@ from adacheck_store.format.bodies import (
     set_array,
 )
 from adacheck_store.format.errors import AdaCheckError
-from adacheck_store.format.layout import Section, align
+from adacheck_store.format.layout import Layout, Section, align
 from adacheck_store.format.record import Record
 from adacheck_store.optimizers import arithmetic_digest
 
@@ -36,6 +36,27 @@ from .outside import SetCopy, Stored
 from .stager import HostBuffer, StateArea
 
 ENCODED_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A section in an update of a boundary, and the buffer whose memory it may use."""
+
+    update: int
+    section: Section
+    buffer: HostBuffer
+
+    def key(self, what: str) -> tuple[str, int, str]:
+        return (what, self.update, self.section.name)
+
+    def scratch(self, what: str, dtype: torch.dtype) -> torch.Tensor:
+        """Zeroed memory of the section's length, kept with the buffer from the first use on."""
+        found = self.buffer.scratch.get(self.key(what))
+        if found is None:
+            found = torch.zeros(self.section.elements, dtype=dtype)
+            self.buffer.scratch[self.key(what)] = found
+        kept: torch.Tensor = found
+        return kept
 
 
 class Encoder:
@@ -62,51 +83,59 @@ class Encoder:
         section, role = self._places[item.section, item.role]
         return section, role, item.slice
 
-    def arithmetic(self, groups: Groups) -> tuple[str, ...]:
-        """The digest of the optimizer's arithmetic under these groups, on its device."""
-        sections = [s for s in self.binding.layout.sections if s.optimizer == 0 and s.slices]
-        dtypes = sorted({section.roles[0][1] for section in sections})
-        devices = {slot.item.tensor.device.type for slot in self.binding.trained}
-        device = "cuda" if "cuda" in devices else "cpu"
-        return (arithmetic_digest(self.binding.spec.name, groups, dtypes, device),)
+    def arithmetic(self, used: Sequence[Groups]) -> tuple[str, ...]:
+        """The digest of each optimizer's arithmetic under these groups, on its device."""
+        found = []
+        for number, (spec, groups) in enumerate(zip(self.binding.specs, used, strict=True)):
+            slots = [s for s in self.binding.trained if s.section.optimizer == number]
+            dtypes = sorted({slot.section.roles[0][1] for slot in slots})
+            devices = {slot.item.tensor.device.type for slot in slots}
+            device = "cuda" if "cuda" in devices else "cpu"
+            found.append(arithmetic_digest(spec.name, groups, dtypes, device))
+        return tuple(found)
 
     def update(
-        self, update: CapturedUpdate, buffer: HostBuffer
+        self, number: int, update: CapturedUpdate, buffer: HostBuffer
     ) -> tuple[Update, dict[str, torch.Tensor]]:
-        """One update's body and its gradient arrays."""
+        """The body of the boundary's update ``number``, and its gradient arrays."""
         scales = [usable_scale(float(scale)) for scale in update.scales]
         known = Scales([scale for scale in scales if scale is not None])
         grads: list[Grad] = []
         absent: list[tuple[str, int]] = []
         arrays: dict[str, torch.Tensor] = {}
         for section in self.binding.layout.sections:
-            if section.optimizer < 0:
+            if section.optimizer != update.optimizer:
                 continue
             members = self._members.get(section.name, [])
-            given = [number for number in members if update.given[number]]
+            given = [index for index in members if index in update.given]
             absent += [
-                (section.name, self.binding.trained[number].index)
-                for number in members
-                if not update.given[number]
+                (section.name, self.binding.trained[index].index)
+                for index in members
+                if index not in update.given
             ]
-            found, kept = self._section(section, members, given, update, buffer, known)
+            place = _Place(number, section, buffer)
+            found, kept = self._section(place, members, given, update, known)
             grads += found
             arrays |= kept
-        body = Update(optimizer=0, groups=update.groups, grads=tuple(grads), absent=tuple(absent))
+        body = Update(
+            optimizer=update.optimizer, groups=update.groups, grads=tuple(grads),
+            absent=tuple(absent),
+        )  # fmt: skip
         return body, arrays
 
     def _section(
-        self, section: Section, members: Sequence[int], given: Sequence[int],
-        update: CapturedUpdate, buffer: HostBuffer, scales: Scales,
+        self, place: _Place, members: Sequence[int], given: Sequence[int],
+        update: CapturedUpdate, scales: Scales,
     ) -> tuple[list[Grad], dict[str, torch.Tensor]]:  # fmt: skip
         if not given:
             return [], {}
-        staged = buffer.grads[section.name]
+        section = place.section
+        staged = update.area.grads[section.name]
         dtype = torch_dtype(section.roles[0][1])
         own = "bf16" if staged.dtype != dtype else "raw"
         chosen: list[tuple[int, Form, torch.Tensor]] = []
         if own == "raw" and dtype == torch.float32:
-            halves = _scratch(buffer, ("halves", section.name), section.elements, torch.int16)
+            halves = place.scratch("halves", torch.int16)
             for number in given:
                 flat = self._flat(number, staged)
                 out = self._flat(number, halves)
@@ -120,17 +149,18 @@ class Encoder:
                     chosen.append((number, RAW, late.reshape(-1)))
                 else:
                     chosen.append((number, Form(own), self._flat(number, staged)))
-        return self._packed(section, members, chosen, buffer)
+        return self._packed(place, members, chosen, staged)
 
     def _flat(self, number: int, flat: torch.Tensor) -> torch.Tensor:
         piece = self.binding.trained[number].piece
         return flat[piece.offset : piece.offset + piece.elements]
 
     def _packed(
-        self, section: Section, members: Sequence[int],
-        chosen: Sequence[tuple[int, Form, torch.Tensor]], buffer: HostBuffer,
+        self, place: _Place, members: Sequence[int],
+        chosen: Sequence[tuple[int, Form, torch.Tensor]], staged: torch.Tensor,
     ) -> tuple[list[Grad], dict[str, torch.Tensor]]:  # fmt: skip
         """Arrays of the chosen forms; where all slices are kept alike, without another copy."""
+        section = place.section
         arrays: dict[str, torch.Tensor] = {}
         grads: list[Grad] = []
         encodings = sorted({form.encoding for _, form, _ in chosen})
@@ -139,11 +169,9 @@ class Encoder:
             mine = [item for item in chosen if item[1].encoding == encoding]
             length = sum(align(kept.numel()) for _, _, kept in mine)
             if whole:
-                array = self._in_place(section, encoding, mine, buffer)
+                array = self._in_place(place, encoding, mine, staged)
             else:
-                dtype = mine[0][2].dtype
-                array = _scratch(buffer, (encoding, section.name), section.elements, dtype)
-                array = array[:length]
+                array = place.scratch(encoding, mine[0][2].dtype)[:length]
             at = 0
             for number, form, kept in mine:
                 slot = self.binding.trained[number]
@@ -158,38 +186,28 @@ class Encoder:
                         offset=offset, scale=form.bits,
                     )
                 )  # fmt: skip
-            arrays[grad_array(0, section.name, encoding)] = array
+            arrays[grad_array(place.update, section.name, encoding)] = array
         grads.sort(key=lambda grad: grad.slice)
         return grads, arrays
 
     def _in_place(
-        self, section: Section, encoding: str, mine: Sequence[tuple[int, Form, torch.Tensor]],
-        buffer: HostBuffer,
+        self, place: _Place, encoding: str, mine: Sequence[tuple[int, Form, torch.Tensor]],
+        staged: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
         """The array in which all slices already lie at their offsets."""
-        staged = buffer.grads[section.name]
         kept = mine[0][2]
         if kept.untyped_storage().data_ptr() == staged.untyped_storage().data_ptr():
             return staged
-        halves = buffer.scratch.get(("halves", section.name))
+        halves = place.buffer.scratch.get(place.key("halves"))
         if isinstance(halves, torch.Tensor) and (
             kept.untyped_storage().data_ptr() == halves.untyped_storage().data_ptr()
         ):
             return halves.view(ENCODED_DTYPES[encoding])
-        array = _scratch(buffer, (encoding, section.name), section.elements, kept.dtype)
+        array = place.scratch(encoding, kept.dtype)
         array.zero_()
         for number, _, late in mine:
             self._flat(number, array).copy_(late)
         return array
-
-
-def _scratch(buffer: HostBuffer, key: Any, elements: int, dtype: torch.dtype) -> torch.Tensor:
-    """Zeroed memory kept with the buffer from the first use on."""
-    found = buffer.scratch.get(key)
-    if found is None:
-        found = buffer.scratch[key] = torch.zeros(elements, dtype=dtype)
-    kept: torch.Tensor = found
-    return kept
 
 
 def encode_sets(copies: Sequence[SetCopy]) -> tuple[list[SetPiece], dict[str, torch.Tensor]]:
@@ -230,7 +248,7 @@ class ClosedBoundary:
     encoder: Encoder
     buffer: HostBuffer | None
     area: StateArea | None
-    update: CapturedUpdate | None
+    updates: Sequence[CapturedUpdate]
     copies: list[SetCopy]
     groups: tuple[Groups, ...]
     arrays: list[str]
@@ -241,6 +259,11 @@ class ClosedBoundary:
     failure: AdaCheckError | None = None
     gap: Mapping[str, Any] | None = None
     _content: tuple[DeltaBody, dict[str, torch.Tensor]] | None = None
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of its records."""
+        return self.encoder.binding.layout
 
     def delta(self, link: Link) -> Record | None:
         """The delta that leads to this step."""
@@ -258,11 +281,13 @@ class ClosedBoundary:
         self.buffer.settle()
         arrays: dict[str, torch.Tensor] = {}
         updates: list[Update] = []
-        if self.update is not None:
-            update, arrays = self.encoder.update(self.update, self.buffer)
+        used = list(self.groups)
+        for captured in self.updates:
+            update, grads = self.encoder.update(len(updates), captured, self.buffer)
             updates.append(update)
+            arrays |= grads
+            used[captured.optimizer] = captured.groups
         fingerprints = self._fingerprints(self.buffer)
-        used = updates[0].groups if updates else self.groups[0]
         arithmetic = self.encoder.arithmetic(used)
         sets, kept = encode_sets(self.encoder.stored.changed(self.copies))
         sets.sort(key=self.encoder.place)

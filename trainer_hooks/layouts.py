@@ -17,6 +17,11 @@ from .names import Model, NamedTensor, named_tensors
 
 MISMATCHES_SHOWN = 20
 
+LEFTOVERS = ("max_exp_avg_sq", "momentum_buffer")
+"""State that amsgrad or momentum leaves behind when it is switched off."""
+
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+
 _Key = tuple[int, tuple[tuple[str, str], ...]]
 
 
@@ -36,22 +41,34 @@ class Slot:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Binding:
-    """A layout whose slices are tensors of a live model and optimizer.
+    """A layout whose slices are tensors of a live model and its optimizers.
 
     ``slots`` are in the layout's order; ``trained`` those an optimizer updates, ``outside`` the
-    others. ``spec`` is the optimizer's.
+    others. ``specs`` are the optimizers'.
     """
 
     layout: Layout
-    optimizer: torch.optim.Optimizer
-    spec: OptimizerSpec
+    optimizers: tuple[torch.optim.Optimizer, ...]
+    specs: tuple[OptimizerSpec, ...]
     slots: tuple[Slot, ...]
     trained: tuple[Slot, ...]
     outside: tuple[Slot, ...]
 
+    def spec(self, slot: Slot) -> OptimizerSpec:
+        """What is known of the optimizer of a trained slot."""
+        return self.specs[slot.section.optimizer]
+
+    def group(self, slot: Slot) -> dict[str, Any]:
+        """The parameter group of a trained slot."""
+        found: dict[str, Any] = self.optimizers[slot.section.optimizer].param_groups[
+            slot.piece.group
+        ]
+        return found
+
     def state(self, slot: Slot) -> Mapping[str, Any]:
         """The optimizer's state of a slot's parameter, possibly empty."""
-        found: Mapping[str, Any] = self.optimizer.state.get(slot.item.tensor, {})
+        optimizer = self.optimizers[slot.section.optimizer]
+        found: Mapping[str, Any] = optimizer.state.get(slot.item.tensor, {})
         return found
 
     def present(self, slot: Slot) -> bool:
@@ -61,51 +78,74 @@ class Binding:
 
 
 def bind(
-    model: Model,
-    optimizer: torch.optim.Optimizer,
-    names: Mapping[str, torch.Tensor] | None = None,
+    model: Model, optimizer: Optimizers, names: Mapping[str, torch.Tensor] | None = None
 ) -> Binding:
-    """The layout of a model and optimizer as they stand; refuses what is not supported."""
-    spec = checked_spec(optimizer)
-    items = named_tensors(model, optimizer, names)
-    groups = {
-        id(param): (number, group)
-        for number, group in enumerate(optimizer.param_groups)
-        for param in group["params"]
-    }
+    """The layout of a model and its optimizers as they stand; refuses what is not supported."""
+    optimizers = listed(optimizer)
+    specs = tuple(checked_spec(item) for item in optimizers)
+    items = named_tensors(model, optimizers, names)
+    groups = _groups_of(optimizers, items)
     by_key: dict[_Key, list[tuple[NamedTensor, int]]] = {}
     for item in items:
-        number, group = groups.get(id(item.tensor), (-1, None))
-        by_key.setdefault(_key(item, group, optimizer, spec), []).append((item, number))
+        number, index = groups.get(id(item.tensor), (-1, -1))
+        if number < 0:
+            key = _outside_key(item)
+        else:
+            key = _key(item, number, optimizers[number].param_groups[index],
+                       optimizers[number].state.get(item.tensor, {}), specs[number])  # fmt: skip
+        by_key.setdefault(key, []).append((item, index))
     sections, slots = [], []
     used: dict[str, int] = {}
     for key, members in by_key.items():
-        section = _section(key, [(item, number) for item, number in members], used)
+        section = _section(key, members, used)
         sections.append(section)
         slots += [Slot(section, i, item) for i, (item, _) in enumerate(members)]
     return Binding(
-        layout=Layout(optimizers=(spec.name,), sections=tuple(sections)),
-        optimizer=optimizer,
-        spec=spec,
+        layout=Layout(optimizers=tuple(spec.name for spec in specs), sections=tuple(sections)),
+        optimizers=optimizers,
+        specs=specs,
         slots=tuple(slots),
         trained=tuple(slot for slot in slots if slot.section.optimizer >= 0),
         outside=tuple(slot for slot in slots if slot.section.optimizer < 0),
     )
 
 
-def checked_spec(optimizer: Any) -> OptimizerSpec:
-    """The spec of the one optimizer; refuses several, wrappers and unknown classes by name."""
-    if isinstance(optimizer, Sequence):
-        if len(optimizer) != 1:
+def listed(optimizer: Any) -> tuple[torch.optim.Optimizer, ...]:
+    """One optimizer or several, as a tuple; refuses what is none, and one given twice."""
+    found = tuple(optimizer) if isinstance(optimizer, Sequence) else (optimizer,)
+    if not found:
+        raise UnsupportedError("no optimizer", hint="give the optimizer, or a list of them")
+    for item in found:
+        if not isinstance(item, torch.optim.Optimizer):
             raise UnsupportedError(
-                f"{len(optimizer)} optimizers", hint="one optimizer is supported so far"
+                f"an optimizer of type {type(item).__module__}.{type(item).__qualname__}",
+                hint="give the torch.optim optimizer itself",
             )
-        return checked_spec(optimizer[0])
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise UnsupportedError(
-            f"an optimizer of type {type(optimizer).__module__}.{type(optimizer).__qualname__}",
-            hint="give the torch.optim optimizer itself",
-        )
+    if len({id(item) for item in found}) < len(found):
+        raise UnsupportedError("an optimizer is given twice", hint="give each one once")
+    return found
+
+
+def _groups_of(
+    optimizers: Sequence[torch.optim.Optimizer], items: Sequence[NamedTensor]
+) -> dict[int, tuple[int, int]]:
+    """Parameter id -> its optimizer's number and its group's; each has one optimizer."""
+    found: dict[int, tuple[int, int]] = {}
+    for number, optimizer in enumerate(optimizers):
+        for index, group in enumerate(optimizer.param_groups):
+            for param in group["params"]:
+                other = found.setdefault(id(param), (number, index))[0]
+                if other != number:
+                    name = next(item.name for item in items if item.tensor is param)
+                    raise UnsupportedError(
+                        f"parameter {name!r} is trained by optimizers {other} and {number}",
+                        hint="give each parameter to one optimizer",
+                    )
+    return found
+
+
+def checked_spec(optimizer: torch.optim.Optimizer) -> OptimizerSpec:
+    """The spec of an optimizer; refuses wrappers, compiled steps and unknown classes by name."""
     inner = getattr(optimizer, "optim", None) or getattr(optimizer, "optimizer", None)
     if isinstance(inner, torch.optim.Optimizer):
         raise UnsupportedError(
@@ -127,15 +167,29 @@ def checked_spec(optimizer: Any) -> OptimizerSpec:
     return spec
 
 
+def state_roles(
+    spec: OptimizerSpec, group: Mapping[str, Any], state: Mapping[str, Any]
+) -> tuple[str, ...]:
+    """Names of the state tensors of a parameter: those its group's flags ask for, and leftovers.
+
+    A flag that was switched off leaves tensors behind, which the optimizer keeps untouched.
+    """
+    roles = spec.roles(group)
+    left = (role for role in LEFTOVERS if role not in roles and state.get(role) is not None)
+    return (*roles, *left)
+
+
+def _outside_key(item: NamedTensor) -> _Key:
+    kind = "param" if item.parameter else "buffer"
+    return (-1, ((kind, dtype_name(item.tensor.dtype)),))
+
+
 def _key(
-    item: NamedTensor, group: Mapping[str, Any] | None, optimizer: torch.optim.Optimizer,
+    item: NamedTensor, number: int, group: Mapping[str, Any], state: Mapping[str, Any],
     spec: OptimizerSpec,
 ) -> _Key:  # fmt: skip
     dtype = dtype_name(item.tensor.dtype)
-    if group is None:
-        return (-1, (("param" if item.parameter else "buffer", dtype),))
-    roles = spec.roles(group)
-    state = optimizer.state.get(item.tensor, {})
+    roles = state_roles(spec, group, state)
     unknown = sorted(
         str(key) for key, value in state.items()
         if key not in roles and key not in spec.scalars and value is not None
@@ -154,7 +208,7 @@ def _key(
                 hint=f"the parameter has {tuple(item.tensor.shape)}",
             )
         typed.append((role, dtype_name(value.dtype) if value is not None else dtype))
-    return (0, (("param", dtype), *typed))
+    return (number, (("param", dtype), *typed))
 
 
 def _section(
@@ -186,13 +240,15 @@ class Match:
     index: int
 
 
-def compare(binding: Binding, chain: Layout, **place: Any) -> list[Match]:
+def compare(
+    binding: Binding, chain: Layout, wrong: Sequence[str] = (), **place: Any
+) -> list[Match]:
     """Match a live model with a chain's layout by name.
 
     Raises `ModelMismatchError` naming both sides of every difference: missing and unexpected
-    tensors, shapes, dtypes, groups, ties, the optimizer's class.
+    tensors, shapes, dtypes, groups, ties, the optimizer's class; ``wrong`` are further ones.
     """
-    wrong = []
+    wrong = list(wrong)
     if chain.optimizers != binding.layout.optimizers:
         wrong.append(
             f"optimizer: the chain has {', '.join(chain.optimizers)}, "
@@ -223,9 +279,17 @@ def compare(binding: Binding, chain: Layout, **place: Any) -> list[Match]:
         more = f"; and {len(wrong) - len(shown)} more" if len(wrong) > len(shown) else ""
         raise ModelMismatchError(
             "this model is not the chain's: " + "; ".join(shown) + more,
-            hint="build the model as it was, or start another run; nothing was changed", **place,
+            hint="build model and optimizer as they were at this step (groups that were added "
+            "later, parameters that were frozen then), or start another run; nothing was changed",
+            **place,
         )  # fmt: skip
     return matches
+
+
+def _owner(section: Section, piece: Slice) -> str:
+    """Group, and where it is not the first, optimizer of a slice."""
+    of = f" of optimizer {section.optimizer}" if section.optimizer > 0 else ""
+    return "none" if section.optimizer < 0 else f"{piece.group}{of}"
 
 
 def _described(section: Section, piece: Slice) -> str:
@@ -239,7 +303,7 @@ def _differences(slot: Slot, section: Section, piece: Slice) -> list[str]:
         ("dtype", section.roles[0][1], slot.section.roles[0][1]),
         ("kind", section.main_role, slot.section.main_role),
         ("trained", section.optimizer >= 0, slot.section.optimizer >= 0),
-        ("group", piece.group, mine.group),
+        ("group", _owner(section, piece), _owner(slot.section, mine)),
         (
             "tied names",
             sorted((piece.name, *piece.aliases)),

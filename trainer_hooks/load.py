@@ -11,13 +11,14 @@ from typing import Any
 import torch
 
 from adacheck_store.arrays import dtype_name, from_typed, torch_dtype
-from adacheck_store.format.bodies import Groups, SectionState
+from adacheck_store.format.bodies import SectionState
 from adacheck_store.format.canonical import Scalar
-from adacheck_store.format.errors import ChainBrokenError, ModelMismatchError
+from adacheck_store.format.errors import ChainBrokenError
+from adacheck_store.format.layout import Layout
 from adacheck_store.optimizers import IMPLEMENTATION_FLAGS
 from adacheck_store.state import PartState
 
-from .layouts import Binding, Match, compare
+from .layouts import MISMATCHES_SHOWN, Binding, Match, compare
 from .stager import shaped
 
 
@@ -28,27 +29,35 @@ def load(state: PartState, binding: Binding, **place: Any) -> None:
     Optimizer state gets fresh tensors of the recorded dtype; parameters, buffers and a learning
     rate that is a tensor keep their objects. Implementation flags stay as the user set them.
     """
-    matches = compare(binding, state.layout, **place)
-    groups = state.boundary[0] if state.boundary else ()
-    _check_groups(groups, binding.optimizer.param_groups, place)
+    matches = compare(binding, state.layout, _group_counts(state, binding), **place)
     _check_arrays(state, matches, place)
     with torch.no_grad():
         for match in matches:
             source = _values(state, match, match.section.main_role)
             write(match.slot.item.tensor, source)
-        for group, values in zip(binding.optimizer.param_groups, groups, strict=True):
-            _load_group(group, values)
+        for optimizer, groups in zip(binding.optimizers, state.boundary, strict=True):
+            for group, values in zip(optimizer.param_groups, groups, strict=True):
+                _load_group(group, values)
         for match in matches:
             if match.section.optimizer >= 0:
                 _load_state(state, match, binding)
 
 
-def revive_grads(binding: Binding, held: bool | Sequence[str]) -> None:
-    """Give parameters zero gradients where the run zeroes gradients instead of dropping them."""
+def revive_grads(
+    binding: Binding, held: bool | Sequence[str], grads: Mapping[str, torch.Tensor]
+) -> None:
+    """Give parameters the gradients that the next update builds on.
+
+    Those of ``grads`` were accumulated and not used yet; zeros go to ``held``, where the run
+    zeroes gradients instead of dropping them.
+    """
     names = None if held is True else set(held or ())
     for slot in binding.trained:
-        if names is None or slot.item.name in names:
-            param = slot.item.tensor
+        param = slot.item.tensor
+        param.grad = None
+        if slot.item.name in grads:
+            param.grad = torch.empty_like(param).copy_(grads[slot.item.name])
+        elif names is None or slot.item.name in names:
             param.grad = torch.zeros_like(param)
 
 
@@ -66,14 +75,34 @@ def _values(state: PartState, match: Match, role: str) -> torch.Tensor:
     return shaped(state.arrays[f"{match.section.name}/{role}"], piece.offset, piece.shape)
 
 
-def _check_groups(
-    saved: Groups, live: Sequence[Mapping[str, Any]], place: Mapping[str, Any]
-) -> None:
-    if len(saved) != len(live):
-        raise ModelMismatchError(
-            f"the chain has {len(saved)} parameter groups, this optimizer {len(live)}",
-            hint="build the optimizer as it was; nothing was changed", **place,
-        )  # fmt: skip
+def _group_counts(state: PartState, binding: Binding) -> list[str]:
+    """Optimizers whose number of parameter groups is not the chain's, and what the groups hold."""
+    wrong = []
+    pairs = zip(state.boundary, binding.optimizers, strict=False)
+    for number, (saved, optimizer) in enumerate(pairs):
+        theirs, mine = len(saved), len(optimizer.param_groups)
+        if theirs == mine:
+            continue
+        of = f" of optimizer {number}" if len(binding.optimizers) > 1 else ""
+        layout = state.layout if theirs > mine else binding.layout
+        members = [
+            f"group {group}: {', '.join(_members(layout, number, group))}"
+            for group in range(min(theirs, mine), max(theirs, mine))
+        ]
+        wrong.append(
+            f"parameter groups{of}: the chain has {theirs}, this run {mine} "
+            f"(only {'the chain' if theirs > mine else 'this run'} has {'; '.join(members)})"
+        )
+    return wrong
+
+
+def _members(layout: Layout, optimizer: int, group: int) -> list[str]:
+    names = [
+        piece.name
+        for section in layout.sections if section.optimizer == optimizer
+        for piece in section.slices if piece.group == group
+    ]  # fmt: skip
+    return names[:MISMATCHES_SHOWN]
 
 
 def _check_arrays(state: PartState, matches: Sequence[Match], place: Mapping[str, Any]) -> None:
@@ -112,14 +141,13 @@ def _load_state(state: PartState, match: Match, binding: Binding) -> None:
     section = match.section
     states = state.states.get(section.name)
     if states is None or not (states.present[match.index] and section.state_roles):
-        binding.optimizer.state.pop(param, None)
+        binding.optimizers[match.slot.section.optimizer].state.pop(param, None)
         return
     fresh: dict[str, Any] = {}
-    for key in binding.spec.scalars:
+    for key in binding.spec(match.slot).scalars:
         values = states.scalars.get(key)
         if values is not None and values[match.index] is not None:
-            group = binding.optimizer.param_groups[match.slot.piece.group]
-            fresh[key] = _counter(values[match.index], group, param)
+            fresh[key] = _counter(values[match.index], binding.group(match.slot), param)
     for role in section.state_roles:
         tensor = torch.empty_like(
             param, dtype=torch_dtype(section.dtypes[role]), requires_grad=False,
@@ -127,7 +155,7 @@ def _load_state(state: PartState, match: Match, binding: Binding) -> None:
         )  # fmt: skip
         tensor.copy_(_values(state, match, role))
         fresh[role] = tensor
-    binding.optimizer.state[param] = fresh
+    binding.optimizers[match.slot.section.optimizer].state[param] = fresh
 
 
 def _counter(value: Any, group: Mapping[str, Any], param: torch.Tensor) -> torch.Tensor:

@@ -94,7 +94,7 @@ def walk(module: torch.nn.Module, prefix: str = "") -> Iterable[tuple[str, torch
 
 def named_tensors(
     model: Model,
-    optimizer: torch.optim.Optimizer,
+    optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     names: Mapping[str, torch.Tensor] | None = None,
 ) -> list[NamedTensor]:
     """Every parameter and buffer of the model and every tensor of ``names``, each once.
@@ -119,7 +119,10 @@ def named_tensors(
             raise NameRefusedError(f"names={{{name!r}: ...}}", hint="map names to tensors")
         _add(by_id, taken, name, value, extra, name, True)
     found = list(by_id.values())
-    _check_optimizer(optimizer, by_id)
+    given = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers
+    for number, optimizer in enumerate(given):
+        _check_optimizer("the optimizer" if len(given) == 1 else f"optimizer {number}",
+                         optimizer, by_id)  # fmt: skip
     for item in found:
         _check_kind(item)
     return found
@@ -142,7 +145,8 @@ def _add(
         raise NameRefusedError("a tensor with an empty name", hint="name it")
     if taken.setdefault(name, id(value)) != id(value):
         raise NameRefusedError(
-            f"two tensors are called {name!r}", hint="rename one, or attach the parts apart"
+            f"two tensors are called {name!r}",
+            hint="rename one; modules alike go into a torch.nn.ModuleDict, which gives them names",
         )
     known = by_id.get(id(value))
     if known is None:
@@ -151,18 +155,20 @@ def _add(
         known.aliases = (*known.aliases, name)
 
 
-def _check_optimizer(optimizer: torch.optim.Optimizer, by_id: Mapping[int, NamedTensor]) -> None:
+def _check_optimizer(
+    which: str, optimizer: torch.optim.Optimizer, by_id: Mapping[int, NamedTensor]
+) -> None:
     for number, group in enumerate(optimizer.param_groups):
         for index, param in enumerate(group["params"]):
             if id(param) not in by_id:
                 raise UnsupportedError(
-                    f"parameter {index} of group {number} (shape {tuple(param.shape)}) of the "
-                    "optimizer is not in the model",
+                    f"parameter {index} of group {number} (shape {tuple(param.shape)}) of {which} "
+                    "is not in the model",
                     hint="give it a name: attach(..., names={'some.name': tensor})",
                 )
             if not by_id[id(param)].parameter:
                 raise UnsupportedError(
-                    f"buffer {by_id[id(param)].name!r} is trained by the optimizer",
+                    f"buffer {by_id[id(param)].name!r} is trained by {which}",
                     hint="make it a Parameter",
                 )
 

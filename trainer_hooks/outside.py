@@ -9,6 +9,7 @@ the whole slice is kept anew. What all of this misses, the fingerprints find.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,27 +62,32 @@ class OutsideWatch:
     def rebase(self) -> None:
         """Take everything as it stands for known: it is in a base, or has been loaded."""
         self._edited.clear()
-        self.stepped()
+        self._marks = [mark_of(param) for param in self._params]
         self._outside = [mark_of(slot.item.tensor) for slot in self._binding.outside]
 
-    def stepped(self) -> None:
-        """The optimizer has updated the parameters."""
-        self._marks = [mark_of(param) for param in self._params]
+    def stepped(self, indices: Iterable[int]) -> None:
+        """An optimizer has updated these trained slots."""
+        for index in indices:
+            self._marks[index] = mark_of(self._params[index])
 
     def mark(self, index: int) -> None:
         """Keep this trained slot anew at the coming boundary: its update cannot be folded."""
         self._edited.add(index)
 
-    def note_edits(self) -> None:
-        """Remember trained parameters that were changed since the optimizer's last update."""
-        found = [mark_of(param) for param in self._params]
-        if found != self._marks:
-            self._edited |= {i for i, mark in enumerate(found) if mark != self._marks[i]}
-            self._marks = found
+    def note_edits(self, indices: Iterable[int]) -> list[int]:
+        """Remember and give those trained slots that were changed since their last update."""
+        found = []
+        for index in indices:
+            mark = mark_of(self._params[index])
+            if mark != self._marks[index]:
+                self._marks[index] = mark
+                self._edited.add(index)
+                found.append(index)
+        return found
 
     def stage(self, buffer: HostBuffer) -> list[SetCopy]:
         """Copies of what may have changed otherwise since the last boundary."""
-        self.note_edits()
+        self.note_edits(range(len(self._params)))
         kept: list[SetCopy] = []
         targets, sources = [], []
         for number, slot in enumerate(self._binding.outside):

@@ -32,27 +32,39 @@ def staged_dtype(section: Section, policy: str) -> torch.dtype:
     return torch.bfloat16 if policy == "bf16" and dtype == torch.float32 else dtype
 
 
+class GradArea:
+    """Memory for the gradients of one update of one optimizer.
+
+    ``grads`` holds them by section, ``views`` a parameter-shaped view per trained slot of it.
+    """
+
+    def __init__(self, binding: Binding, optimizer: int, policy: str, pinned: bool) -> None:
+        self.grads = {
+            section.name: zeros(section.elements, staged_dtype(section, policy), pinned)
+            for section in binding.layout.sections
+            if section.optimizer == optimizer
+        }
+        self.views = {
+            index: shaped(self.grads[slot.section.name], slot.piece.offset, slot.piece.shape)
+            for index, slot in enumerate(binding.trained)
+            if slot.section.optimizer == optimizer
+        }
+
+
 class HostBuffer:
     """Memory for one boundary in flight.
 
-    ``grads`` holds each trained section's gradients, ``views`` a parameter-shaped view per
-    trained slot; ``blocks`` the pieces of fingerprinted blocks; ``outside`` a view per small
-    slot outside the optimizer. ``scratch`` keeps what the encoder needs between boundaries.
-    One side at a time owns a buffer: the training thread until the boundary is handed over,
-    then the writer until it is released.
+    ``area`` gives memory for each update's gradients; ``blocks`` are the pieces of fingerprinted
+    blocks; ``outside`` holds a view per small slot outside the optimizer. ``scratch`` keeps what
+    the encoder needs between boundaries. One side at a time owns a buffer: the training thread
+    until the boundary is handed over, then the writer until it is released.
     """
 
     def __init__(self, binding: Binding, policy: str, block_bytes: int, pinned: bool) -> None:
         self.pinned = pinned
-        self.grads: dict[str, torch.Tensor] = {}
-        for section in binding.layout.sections:
-            if section.optimizer >= 0:
-                self.grads[section.name] = self._zeros(
-                    section.elements, staged_dtype(section, policy)
-                )
-        self.views = [
-            shaped(self.grads[s.section.name], s.piece.offset, s.piece.shape)
-            for s in binding.trained
+        self._binding, self._policy = binding, policy
+        self._areas = [
+            [GradArea(binding, number, policy, pinned)] for number in range(len(binding.optimizers))
         ]
         self.blocks = self._zeros(block_bytes, torch.uint8)
         self.outside: dict[int, torch.Tensor] = {}
@@ -66,8 +78,14 @@ class HostBuffer:
         self._event: torch.cuda.Event | None = None
 
     def _zeros(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
-        """Zeroed and touched, so that no page fault is left for the training thread."""
-        return torch.zeros(elements, dtype=dtype, pin_memory=self.pinned).fill_(0)
+        return zeros(elements, dtype, self.pinned)
+
+    def area(self, optimizer: int, number: int) -> GradArea:
+        """Memory for an optimizer's update ``number`` of this boundary; kept once it was needed."""
+        areas = self._areas[optimizer]
+        while len(areas) <= number:
+            areas.append(GradArea(self._binding, optimizer, self._policy, self.pinned))
+        return areas[number]
 
     def landed(self, device: bool) -> None:
         """Mark the end of the copies into this buffer (training thread)."""
@@ -80,6 +98,11 @@ class HostBuffer:
         if self._event is not None:
             self._event.synchronize()
             self._event = None
+
+
+def zeros(elements: int, dtype: torch.dtype, pinned: bool) -> torch.Tensor:
+    """Zeroed and touched, so that no page fault is left for the training thread."""
+    return torch.zeros(elements, dtype=dtype, pin_memory=pinned).fill_(0)
 
 
 def shaped(flat: torch.Tensor, offset: int, shape: Sequence[int]) -> torch.Tensor:
@@ -124,9 +147,7 @@ class StateArea:
         self.arrays: dict[str, torch.Tensor] = {}
         for section in binding.layout.sections:
             for role, dtype in section.roles:
-                flat = torch.zeros(
-                    section.elements, dtype=torch_dtype(dtype), pin_memory=pinned
-                ).fill_(0)
+                flat = zeros(section.elements, torch_dtype(dtype), pinned)
                 self.arrays[f"{section.name}/{role}"] = flat
         self.views = {
             (slot.section.name, slot.index, role): shaped(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,8 +17,9 @@ from .rng import rng_state
 class Tracked:
     """Objects by name, and the modules that keep an extra state; they become the extra's trees."""
 
-    def __init__(self, model: Model, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
+    def __init__(self, model: Model, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._optimizers = optimizers
+        self._called = len(optimizers) > 1
         self._objects: dict[str, Any] = {}
         self._modules = {
             path.rstrip("."): module
@@ -32,7 +33,7 @@ class Tracked:
     @property
     def explicit(self) -> bool:
         """True where `end_step` is the boundary."""
-        return bool(self._objects)
+        return self._called
 
     def add(self, objects: Mapping[str, Any]) -> None:
         """Track further objects; all are checked before any is taken."""
@@ -40,11 +41,6 @@ class Tracked:
         for name, value in taken.items():
             if name in self._objects:
                 raise OrderError(f"{name!r} is tracked already")
-            if isinstance(value, torch.amp.GradScaler):
-                raise UnsupportedError(
-                    f"{name!r} is a GradScaler, which is not supported yet",
-                    hint="train in bf16 or fp32, where no scaler is needed",
-                )
             if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
                 raise UnsupportedError(
                     f"{name!r} is a {type(value).__qualname__} without state_dict()",
@@ -52,18 +48,24 @@ class Tracked:
                 )
             freeze(value.state_dict(), name)
         self._objects |= taken
+        self._called = self._called or bool(taken) or not objects
 
     def check_scheduler(self) -> None:
-        """Raise `OrderError` if the optimizer has a scheduler and none is tracked."""
-        wrapped = getattr(self._optimizer.step, "_wrapped_by_lr_sched", False)
-        if wrapped and not any(
-            isinstance(value, torch.optim.lr_scheduler.LRScheduler)
-            for value in self._objects.values()
-        ):
-            raise OrderError(
-                "the optimizer has a learning rate scheduler that is not tracked",
-                hint="call track(scheduler=...) before restore(), and end_step() after every step",
-            )
+        """Raise `OrderError` if an optimizer has a scheduler and none of its own is tracked."""
+        schedulers = [
+            value for value in self._objects.values()
+            if isinstance(value, torch.optim.lr_scheduler.LRScheduler)
+        ]  # fmt: skip
+        for number, optimizer in enumerate(self._optimizers):
+            if not getattr(optimizer.step, "_wrapped_by_lr_sched", False):
+                continue
+            if not any(getattr(item, "optimizer", optimizer) is optimizer for item in schedulers):
+                which = "the optimizer" if len(self._optimizers) == 1 else f"optimizer {number}"
+                raise OrderError(
+                    f"{which} has a learning rate scheduler that is not tracked",
+                    hint="call track(scheduler=...) before restore(), and end_step() after every "
+                    "step",
+                )
 
     def trees(self) -> dict[str, Any]:
         """Frozen trees of the generators, the objects and the modules' extra states."""

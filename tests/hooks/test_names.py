@@ -200,7 +200,7 @@ def refused():
     adam = torch.optim.Adam(params)
     yield "subclass", model, OwnStep(params), "OwnStep"
     yield "lbfgs", model, torch.optim.LBFGS(params), "LBFGS"
-    yield "two", model, [adam, torch.optim.SGD(params, lr=0.1)], "2 optimizers"
+    yield "two", model, [adam, torch.optim.SGD(params, lr=0.1)], "by optimizers 0 and 1"
     yield "no-optimizer", model, torch.nn.Linear(1, 1), "Linear"
     yield "sparse", sparse, torch.optim.SGD(sparse.parameters(), lr=1), "sparse"
     yield "meta", meta, torch.optim.SGD(meta.parameters(), lr=1), "meta"
