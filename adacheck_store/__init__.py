@@ -8,14 +8,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from adacheck_store.optimizer_kit import register_optimizer
     from adacheck_store.trainer_hooks.attach import attach
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "attach"]
+__all__ = ["__version__", "attach", "register_optimizer"]
 
 # Public name -> the module that defines it.
-_LAZY = {"attach": "adacheck_store.trainer_hooks.attach"}
+_LAZY = {
+    "attach": "adacheck_store.trainer_hooks.attach",
+    "register_optimizer": "adacheck_store.optimizer_kit",
+}
 
 
 def __getattr__(name: str) -> object:

@@ -17,7 +17,7 @@ import torch
 from adacheck_store.format.bodies import Groups
 
 from .arrays import from_typed
-from .optimizers import OptimizerSpec, make_optimizer, raw_step
+from .optimizers import OptimizerSpec, make_optimizer, on_cpu, raw_step
 
 
 @dataclass(slots=True)
@@ -76,7 +76,7 @@ class StepEngine:
     def _keywords(self, groups: Groups) -> list[dict[str, Any]]:
         """Typed groups as keyword values, kept while the same groups come again."""
         if self._groups is None or self._groups[0] is not groups:
-            self._groups = (groups, [from_typed(dict(group)) for group in groups])
+            self._groups = (groups, [on_cpu(from_typed(dict(group))) for group in groups])
         return self._groups[1]
 
     def _take_back(self, piece: Piece, state: Mapping[str, Any]) -> None:

@@ -24,18 +24,33 @@ VECTOR_ELEMENTS = 1031
 VECTOR_STEPS = 3
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSpec:
-    """An optimizer whose update is elementwise and whose fold is proven.
+    """An optimizer and what state it keeps.
 
     ``name`` is ``module.Class``; ``roles(group)`` names its state tensors (each of the
-    parameter's shape and dtype) under a group's flags; ``scalars`` its per-parameter counters.
+    parameter's shape) under a group's flags; ``scalars`` its per-parameter counters. In class
+    ``exact`` its update is elementwise and its fold is proven; in class ``unsupported`` nothing
+    is known of it (roles and scalars are empty), for the reason ``why``. ``on_device`` counters
+    lie where the parameter does, whatever the flags. ``steps`` are those of its vector: as many
+    as it takes to come through every branch. ``check(group)`` says why the class is not proven
+    under a group's flags, "" if it is.
     """
 
     name: str
     cls: type[torch.optim.Optimizer]
     roles: Callable[[Mapping[str, Any]], tuple[str, ...]]
-    scalars: tuple[str, ...]
+    scalars: tuple[str, ...] = ()
+    exactness: str = "exact"
+    why: str = ""
+    on_device: bool = False
+    steps: int = VECTOR_STEPS
+    check: Callable[[Mapping[str, Any]], str] | None = None
+
+    @property
+    def foldable(self) -> bool:
+        """True if its updates can be folded: deltas are kept, not bases alone."""
+        return self.exactness != "unsupported"
 
 
 def _adam_roles(group: Mapping[str, Any]) -> tuple[str, ...]:
@@ -47,25 +62,79 @@ def _sgd_roles(group: Mapping[str, Any]) -> tuple[str, ...]:
     return ("momentum_buffer",) if group.get("momentum") else ()
 
 
-_SPECS = {
-    spec.name: spec
-    for spec in (
-        OptimizerSpec("torch.optim.AdamW", torch.optim.AdamW, _adam_roles, ("step",)),
-        OptimizerSpec("torch.optim.Adam", torch.optim.Adam, _adam_roles, ("step",)),
-        OptimizerSpec("torch.optim.SGD", torch.optim.SGD, _sgd_roles, ()),
-    )
-}
+def _rmsprop_roles(group: Mapping[str, Any]) -> tuple[str, ...]:
+    momentum = ("momentum_buffer",) if group["momentum"] > 0 else ()
+    mean = ("grad_avg",) if group["centered"] else ()
+    return ("square_avg", *momentum, *mean)
+
+
+def always(*roles: str) -> Callable[[Mapping[str, Any]], tuple[str, ...]]:
+    """Roles that no flag changes."""
+    return lambda group: roles
+
+
+def _torch(cls: type[torch.optim.Optimizer], roles: Any, *scalars: str, **more: Any) -> None:
+    name = f"torch.optim.{cls.__name__}"
+    _SPECS[name] = OptimizerSpec(name=name, cls=cls, roles=roles, scalars=scalars, **more)
+
+
+_SPECS: dict[str, OptimizerSpec] = {}
+_torch(torch.optim.AdamW, _adam_roles, "step")
+_torch(torch.optim.Adam, _adam_roles, "step")
+_torch(torch.optim.SGD, _sgd_roles)
+_torch(torch.optim.Adagrad, always("sum"), "step")
+_torch(torch.optim.RMSprop, _rmsprop_roles, "step")
+_torch(torch.optim.Adamax, always("exp_avg", "exp_inf"), "step")
+_torch(torch.optim.Adadelta, always("square_avg", "acc_delta"), "step")
+_torch(torch.optim.NAdam, always("exp_avg", "exp_avg_sq"), "step", "mu_product")
+_torch(torch.optim.RAdam, always("exp_avg", "exp_avg_sq"), "step", steps=8)
+_torch(torch.optim.ASGD, always("ax"), "step", "eta", "mu", on_device=True)
+_torch(torch.optim.Rprop, always("prev", "step_size"), "step")
+
+
+def class_name(cls: type) -> str:
+    """``module.Class`` of an optimizer; torch's own by the name users know."""
+    if getattr(torch.optim, cls.__name__, None) is cls:
+        return f"torch.optim.{cls.__name__}"
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def add_spec(spec: OptimizerSpec) -> None:
+    """Make a class known (`optimizer_kit.register_optimizer` does, once it has proven it)."""
+    _SPECS[spec.name] = spec
+    _vector_digest.cache_clear()
+
+
+def find_spec(optimizer: torch.optim.Optimizer) -> OptimizerSpec:
+    """The spec of an optimizer, of class ``unsupported`` where nothing is proven of it.
+
+    Only the exact class counts: a subclass may do anything.
+    """
+    name = class_name(type(optimizer))
+    spec = _SPECS.get(name)
+    if spec is None or type(optimizer) is not spec.cls:
+        return _unsupported(optimizer, "nothing is known of it")
+    for group in optimizer.param_groups if spec.check else ():
+        assert spec.check is not None
+        if why := spec.check(group):
+            return _unsupported(optimizer, why)
+    return spec
+
+
+def _unsupported(optimizer: torch.optim.Optimizer, why: str) -> OptimizerSpec:
+    cls = type(optimizer)
+    name = class_name(cls)
+    return OptimizerSpec(name=name, cls=cls, roles=always(), exactness="unsupported", why=why)
 
 
 def spec_of(optimizer: torch.optim.Optimizer) -> OptimizerSpec:
-    """The spec of an optimizer's exact class; raises `UnsupportedError` naming it."""
-    for spec in _SPECS.values():
-        if type(optimizer) is spec.cls:
-            return spec
-    kind = type(optimizer)
+    """The spec of an optimizer that can be folded; raises `UnsupportedError` naming another."""
+    spec = find_spec(optimizer)
+    if spec.foldable:
+        return spec
     raise UnsupportedError(
-        f"optimizer {kind.__module__}.{kind.__qualname__} is not supported",
-        hint="use " + ", ".join(sorted(_SPECS)),
+        f"optimizer {spec.name} is not supported: {spec.why}",
+        hint="use one of " + ", ".join(sorted(_SPECS)) + ", or prove it: register_optimizer",
     )
 
 
@@ -76,7 +145,7 @@ def spec_named(name: str) -> OptimizerSpec:
     except KeyError:
         raise UnsupportedError(
             f"the chain was written by optimizer {name[:80]!r}, which cannot be folded here",
-            hint="upgrade adacheck-store",
+            hint="if it is your own, register_optimizer it first; else upgrade adacheck-store",
         ) from None
 
 
@@ -104,16 +173,31 @@ def raw_step(spec: OptimizerSpec) -> Callable[[torch.optim.Optimizer], Any]:
     return step
 
 
-def make_optimizer(spec: OptimizerSpec) -> torch.optim.Optimizer:
-    """An optimizer of the class over a dummy; groups and state are set by the caller."""
+def make_optimizer(
+    spec: OptimizerSpec, params: Sequence[torch.Tensor] = (), flags: Mapping[str, Any] | None = None
+) -> torch.optim.Optimizer:
+    """An optimizer of the class, over a dummy if need be; flags its maker does not take are left.
+
+    Groups are set by the caller; state that the class makes at construction is there.
+    """
     make: Callable[..., torch.optim.Optimizer] = spec.cls
-    return make([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
+    taken = inspect.signature(spec.cls).parameters
+    values = {"lr": 1e-3, **(flags or {})}
+    return make(
+        list(params) or [torch.nn.Parameter(torch.zeros(1))],
+        **{key: value for key, value in values.items() if key in taken},
+    )
+
+
+def on_cpu(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's values as the CPU takes them: ``capturable`` is for devices."""
+    return {**group, "capturable": False} if group.get("capturable") else dict(group)
 
 
 def arithmetic_digest(name: str, groups: Groups, dtypes: Sequence[str], device: str = "cpu") -> str:
     """Digest of an optimizer's arithmetic on a device, for its groups' flags.
 
-    A throw-away optimizer runs `VECTOR_STEPS` steps on fixed inputs of `VECTOR_ELEMENTS`
+    A throw-away optimizer runs `VECTOR_STEPS` steps or more on fixed inputs of `VECTOR_ELEMENTS`
     elements, once per distinct set of flags and per dtype, with and without weight decay. Equal
     digests mean that a fold here gives the trainer's bits. Draws nothing from any RNG.
     """
@@ -127,14 +211,18 @@ def _flushes_denormals() -> bool:
     return (torch.full((), 2.0**-126) * 0.5).item() == 0.0
 
 
-_FIXED = {"lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "dampening": 0.0}
+_FIXED: dict[str, Any] = {
+    "lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "dampening": 0.0,
+    "alpha": 0.9, "lambd": 1e-4, "t0": 1.0, "rho": 0.9, "etas": (0.5, 1.2), "lr_decay": 0.01,
+    "step_sizes": (1e-6, 50.0), "momentum_decay": 4e-3, "initial_accumulator_value": 0.1,
+}  # fmt: skip
 
 
 def _signature(group: Mapping[str, Any]) -> str:
     """The flags of a group: numbers are reduced to their type, so that schedules share it."""
     flags: dict[str, Any] = {}
     for key, value in group.items():
-        if value is None or isinstance(value, bool):
+        if value is None or isinstance(value, bool | str):
             flags[key] = value
         elif key == "momentum":
             flags[key] = 0.9 if value else 0.0
@@ -182,21 +270,26 @@ def _vector_digest(
     return digest.hexdigest()
 
 
+def vector_of(spec: OptimizerSpec, groups: Groups, dtype: str) -> list[bytes]:
+    """What the arithmetic vector gives for each group of a class that need not be known."""
+    flags = [canonical.from_json(canonical.loads(_signature(group).encode())) for group in groups]
+    return [_run_vector(spec, values, dtype, "cpu") for values in flags]
+
+
 def _run_vector(spec: OptimizerSpec, flags: Mapping[str, Any], dtype: str, device: str) -> bytes:
     kind = torch_dtype(dtype)
     param = _vector_input(kind, 1, 4).to(device)
-    optimizer = make_optimizer(spec)
-    group = {**optimizer.defaults, **from_typed(dict(flags)), "params": [param]}
-    optimizer.param_groups = [group]
-    optimizer.state.clear()
+    values = from_typed(dict(flags))
+    values = on_cpu(values) if device == "cpu" else values
+    optimizer = make_optimizer(spec, [param], values)
+    optimizer.param_groups = [{**optimizer.defaults, **values, "params": [param]}]
     step = raw_step(spec)
     out = bytearray()
     with torch.no_grad():
-        for number in range(VECTOR_STEPS):
+        for number in range(spec.steps):
             param.grad = _vector_input(kind, 7 + number, 20).to(device)
             step(optimizer)
-    tensors = [param, *optimizer.state[param].values()]
-    for tensor in tensors:
+    for tensor in [param, *optimizer.state[param].values()]:
         if isinstance(tensor, torch.Tensor):
             out += byte_view(tensor.detach().to("cpu").contiguous())
     return bytes(out)
