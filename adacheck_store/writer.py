@@ -234,6 +234,7 @@ class Writer:
         with self._changed:
             if self._gap is None and moved:
                 self._open_gap("the layout changed", min(step, self._linked + 1))
+                self._closer = step  # it brings the base itself: ask for no other meanwhile
             if self._gap is None and step != self._linked + 1:
                 self._open_gap(f"step {step} came after step {self._linked}", self._linked + 1)
             return self._gap if self._gap and step >= self._gap["from"] else None

@@ -1,0 +1,49 @@
+"""What a checkpointer needs of the store's side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from adacheck_store.boundary import Boundary, Link
+from adacheck_store.format.layout import Layout
+from adacheck_store.format.record import Record
+
+
+class Session(Protocol):
+    """What a checkpointer needs of `adacheck_store.session.RunSession`."""
+
+    def restore(self, *, step: int | None = None) -> Any:
+        """Claim a term; the restored state, None on a fresh run."""
+        ...
+
+    def start(
+        self, layout: Layout, *, start_step: int,
+        base: Callable[[Link], Record], extra: Callable[[Link], Record],
+    ) -> None:  # fmt: skip
+        """Write the manifest, and a first base where the chain needs one."""
+        ...
+
+    def append(self, boundary: Boundary) -> None:
+        """Hand a boundary over."""
+        ...
+
+    def wants_base(self, *, now: bool = False) -> Mapping[str, Any] | None:
+        """The gap that the next boundary should close."""
+        ...
+
+    def check(self) -> None:
+        """Raise what must stop this writer."""
+        ...
+
+    def flush(self, timeout_s: float | None = None, *, far: bool = True) -> None:
+        """Wait until everything is synced and, if ``far``, drained."""
+        ...
+
+    def status(self) -> Any:
+        """Where the writer stands."""
+        ...
+
+    def close(self) -> None:
+        """Stop."""
+        ...
