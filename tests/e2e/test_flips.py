@@ -62,6 +62,7 @@ def test_thirty_flips(tmp_path, written, reference, tier):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(7200)
 @pytest.mark.parametrize("tier", ["lmdb", "objects"])
 def test_five_hundred_flips(tmp_path, written, reference, tier):
     """The long profile."""
