@@ -1,5 +1,5 @@
 # The tasks of ./run by their names, for those who type make. Arguments: make test ARGS="-k tidy"
-TASKS := setup demo test lint check bench wheel
+TASKS := setup demo test lint check bench docs wheel
 
 .PHONY: $(TASKS)
 $(TASKS):

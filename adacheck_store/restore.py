@@ -224,7 +224,7 @@ def open_layout(tiers: Sequence[Tier], run: str, layout_id: str) -> Layout:
             errors.append(str(error))
     raise ChainBrokenError(
         f"no tier has layout {layout_id[:16]}: {'; '.join(errors)}", run=run,
-        hint="fsck --repair copies it from a tier that has it",
+        hint="bring back a tier that has it; fsck tells what this one lacks",
     )  # fmt: skip
 
 
