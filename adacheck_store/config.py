@@ -22,7 +22,8 @@ class Settings:
 
     ``policy``: ``lossless`` stores what reproduces the optimizer's input bit for bit; ``bf16``
     rounds gradients in place before the step. ``window``: records in flight, W. ``base_every``:
-    steps between replayed bases. ``object_lag`` and ``object_lag_s``: how far, in steps and in
+    steps between replayed bases. ``full_every``: steps between captured bases where updates cannot
+    be folded (class ``unsupported``). ``object_lag`` and ``object_lag_s``: how far, in steps and in
     seconds, the object tier may stay behind. ``keep_bases``: bases a tier keeps, with what
     follows. ``stall_timeout_s``: how long a step waits at W before training goes on exposed.
     ``grace_s``: age in seconds before a superseded record of the object tier is deleted.
@@ -32,6 +33,7 @@ class Settings:
     policy: str = "lossless"
     window: int = 2
     base_every: int = 64
+    full_every: int = 64
     object_lag: int = 64
     object_lag_s: float = 60.0
     keep_bases: int = 2
@@ -47,7 +49,10 @@ class Settings:
             raise UsageError(f"policy {self.policy!r}", hint=f"one of {POLICIES}")
         if self.resume not in RESUMES:
             raise UsageError(f"resume {self.resume!r}", hint=f"one of {RESUMES}")
-        least = {"window": 1, "base_every": 1, "object_lag": 1, "keep_bases": 1, "start_step": 0}
+        least = {
+            "window": 1, "base_every": 1, "full_every": 1, "object_lag": 1, "keep_bases": 1,
+            "start_step": 0,
+        }  # fmt: skip
         for name, low in least.items():
             value = getattr(self, name)
             if type(value) is not int or value < low:

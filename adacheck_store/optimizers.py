@@ -92,6 +92,14 @@ _torch(torch.optim.ASGD, always("ax"), "step", "eta", "mu", on_device=True)
 _torch(torch.optim.Rprop, always("prev", "step_size"), "step")
 
 
+_WHOLE = "its update of an element depends on the whole tensor"
+_WHY = {
+    "torch.optim.Adafactor": _WHOLE, "torch.optim.Muon": _WHOLE,
+    "torch.optim.LBFGS": "its step is a search that calls the closure again",
+    "torch.optim.SparseAdam": "its gradients are sparse",
+}  # fmt: skip
+
+
 def class_name(cls: type) -> str:
     """``module.Class`` of an optimizer; torch's own by the name users know."""
     if getattr(torch.optim, cls.__name__, None) is cls:
@@ -113,7 +121,7 @@ def find_spec(optimizer: torch.optim.Optimizer) -> OptimizerSpec:
     name = class_name(type(optimizer))
     spec = _SPECS.get(name)
     if spec is None or type(optimizer) is not spec.cls:
-        return _unsupported(optimizer, "nothing is known of it")
+        return _unsupported(optimizer, _WHY.get(name, "nothing is known of it"))
     for group in optimizer.param_groups if spec.check else ():
         assert spec.check is not None
         if why := spec.check(group):

@@ -33,8 +33,9 @@ from .recovery import tolerant_line
 from .restore import Restored, restore_state
 from .status import Status
 from .store import Store, open_store
+from .tail import Tail
 from .terms import claim_term
-from .upkeep import Tail, Upkeep
+from .upkeep import Upkeep
 from .writer import Writer
 
 log = logging.getLogger(__name__)
@@ -339,6 +340,7 @@ class RunSession:
             bytes_bases=progress.bytes_bases, bytes_drained=progress.bytes_drained,
             compactions=progress.compactions, background_cpu_s=writer.cpu_s + progress.cpu_s,
             near=self.store.near.traits.name, far=self.store.far.traits.name,
+            exactness=progress.exactness, drift=progress.drift,
         )  # fmt: skip
 
     def close(self) -> None:

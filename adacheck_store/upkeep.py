@@ -29,53 +29,13 @@ from .fetch import BlocksLostError, Fetcher
 from .recovery import PartPlan
 from .retention import below, choose_floor, read_back, tier_catalog
 from .store import Store
+from .tail import Progress, Tail
 from .terms import Rivals, fenced_by, put_floor, read_log
 
 log = logging.getLogger(__name__)
 
 IDLE_S = 1.0
 BACKOFF_S = (1.0, 30.0)
-
-
-@dataclasses.dataclass(slots=True)
-class Tail:
-    """The newest base of a part and what follows it, in memory: what the next fold takes."""
-
-    base: RecordRef | None = None
-    deltas: list[RecordRef] = dataclasses.field(default_factory=list)
-
-    def add(self, ref: RecordRef) -> None:
-        """Take note of a stored base or delta."""
-        if ref.kind == "delta":
-            self.deltas.append(ref)
-        elif ref.kind == "base" and (self.base is None or ref.step >= self.base.step):
-            self.base = ref
-            self.deltas = [delta for delta in self.deltas if delta.step > ref.step]
-
-    def plan(self, part: str, step: int) -> PartPlan | None:
-        """The fold that gives ``step``, if the tail reaches it without a gap."""
-        deltas = tuple(delta for delta in self.deltas if delta.step <= step)
-        if self.base is None or self.base.step + len(deltas) != step or not deltas:
-            return None
-        return PartPlan(
-            part=part, layout=self.base.layout, base=self.base, deltas=deltas, link=deltas[-1].id
-        )
-
-
-@dataclasses.dataclass(slots=True)
-class Progress:
-    """How far the background work is; read by status."""
-
-    stored: int = -1
-    drained: int = -1
-    base: int = -1
-    far_base: int = -1
-    near_floor: int = -1
-    far_floor: int = -1
-    bytes_drained: int = 0
-    bytes_bases: int = 0
-    compactions: int = 0
-    cpu_s: float = 0.0
 
 
 class Upkeep:
@@ -111,7 +71,9 @@ class Upkeep:
         self._hurry = False
         self._failures = 0
         self._changed = threading.Condition()
-        self.progress = Progress(base=tail.base.step if tail.base else -1)
+        self.progress = Progress()
+        if tail.base is not None:
+            self.progress.base, self.progress.exactness = tail.base.step, tail.base.exactness
         self.error: AdaCheckError | None = None
         self.fenced: TermError | None = None
         self._thread = threading.Thread(target=self._loop, name="adacheck-upkeep", daemon=True)
@@ -125,7 +87,7 @@ class Upkeep:
             for ref in refs:
                 self._tail.add(ref)
                 if ref.kind == "base":
-                    self.progress.base = ref.step
+                    self.progress.base, self.progress.exactness = ref.step, ref.exactness
                     self.progress.bytes_bases += ref.nbytes
                     self._prune_wanted.add(self._store.near.traits.name)
                 self._undrained.append(parse_key(ref.key))
@@ -264,7 +226,7 @@ class Upkeep:
         with self._changed:
             self._tail.add(ref)
             self._undrained.append(key)
-            self.progress.base = step
+            self.progress.base, self.progress.exactness = step, ref.exactness
             self.progress.compactions += 1
             self.progress.bytes_bases += ref.nbytes
             self._prune_wanted.add(near.traits.name)

@@ -27,6 +27,7 @@ def attach(
     k: int = 1,
     window: int = 2,
     base_every: int = 64,
+    full_every: int = 64,
     object_lag: int = 64,
     keep: int = 2,
     start_step: int = 0,
@@ -40,17 +41,18 @@ def attach(
     then `Checkpointer.end_step` is the boundary). ``policy`` is
     ``lossless``, or ``bf16``: gradients are rounded in place before the step, and training
     consumes what is stored. ``window`` is how many steps may be in flight, ``base_every`` how
-    often a base is made by folding, ``object_lag`` how many steps the object tier may stay
-    behind, ``keep`` how many bases are kept. ``k``, the failure domains that memory survives,
-    has no effect without agents. ``resume`` is ``auto``, ``must`` (an error on a run without
-    history) or ``never``. ``strict`` raises an error of saving at the next boundary. ``names``
-    names tensors of the optimizer that are not in the model.
+    often a base is made by folding, ``full_every`` how often the whole state is kept where
+    updates cannot be folded (an optimizer that nobody has proven), ``object_lag`` how many steps
+    the object tier may stay behind, ``keep`` how many bases are kept. ``k``, the failure domains
+    that memory survives, has no effect without agents. ``resume`` is ``auto``, ``must`` (an error
+    on a run without history) or ``never``. ``strict`` raises an error of saving at the next
+    boundary. ``names`` names tensors of the optimizer that are not in the model.
 
     What is not supported is refused here, before the store is touched.
     """
     settings = Settings(
-        policy=policy, window=window, base_every=base_every, object_lag=object_lag,
-        keep_bases=keep, start_step=start_step, resume=resume, strict=strict,
+        policy=policy, window=window, base_every=base_every, full_every=full_every,
+        object_lag=object_lag, keep_bases=keep, start_step=start_step, resume=resume, strict=strict,
     )  # fmt: skip
     bind(model, optimizer, names)
     session = RunSession.open(store, run, cache=cache, settings=settings)

@@ -184,6 +184,8 @@ class Capture:
 
     def _stage_early(self, number: int) -> None:
         """Just before the step: round in place, and copy what the step itself would change."""
+        if not self._keeps_updates():
+            return
         if getattr(self._optimizers[number], "grad_scale", None) is not None:
             return  # a fused step unscales the gradients itself: read them afterwards
         grads: dict[int, torch.Tensor] = {}
@@ -209,6 +211,10 @@ class Capture:
             copy([views[i] for i in kept], [plain[i] for i in kept])
         for index, grad in grads.items():
             self._early[index] = (grad, grad._version)
+
+    def _keeps_updates(self) -> bool:
+        """Whether updates are kept at all: not where one of the optimizers cannot be folded."""
+        return self._binding is not None and self._binding.foldable
 
     def _rounds(self, index: int) -> bool:
         return self._dtypes[index] != self._params[index].dtype
@@ -243,6 +249,9 @@ class Capture:
 
     def _stage(self, number: int) -> None:
         """After the step: copy the gradients that are not staged yet."""
+        self._pending.used([self._params[index] for index in self._mine[number]])
+        if not self._keeps_updates():
+            return
         groups = self._optimizers[number].param_groups
         fused = any(group.get("fused") for group in groups)
         update = CapturedUpdate(
@@ -250,7 +259,6 @@ class Capture:
             scales=tuple(self._scales),
         )  # fmt: skip
         targets, sources = [], []
-        self._pending.used([self._params[index] for index in self._mine[number]])
         for index in self._mine[number]:
             param = self._params[index]
             grad = param.grad

@@ -89,10 +89,12 @@ def fill_area(binding: Binding, area: StateArea) -> None:
 def base_record(
     link: Link, step: int, arrays: Mapping[str, torch.Tensor], *,
     states: Mapping[str, SectionState], boundary: tuple[Groups, ...],
-    gap: Mapping[str, Any] | None,
+    gap: Mapping[str, Any] | None, exactness: str = "exact",
 ) -> Record:  # fmt: skip
     """A captured base of the arrays, hanging where ``link`` says."""
-    body = BaseBody(origin="captured", exactness="exact", states=states, boundary=boundary, gap=gap)
+    body = BaseBody(
+        origin="captured", exactness=exactness, states=states, boundary=boundary, gap=gap
+    )
     return sealed_record("base", link, step, arrays, body.to_json())
 
 

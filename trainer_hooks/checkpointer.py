@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from adacheck_store.boundary import Boundary, Link
 from adacheck_store.config import Settings
 from adacheck_store.format.errors import (
     AdaCheckError,
@@ -21,8 +20,6 @@ from adacheck_store.format.errors import (
     UsageError,
 )
 from adacheck_store.format.keys import part_name, rank_name
-from adacheck_store.format.layout import Layout
-from adacheck_store.format.record import Record
 
 from .assemble import Assembly
 from .capture import Capture
@@ -34,7 +31,9 @@ from .load import load, revive_grads
 from .loader import LoaderPosition
 from .names import Model
 from .rng import set_rng_state
+from .seam import Session
 from .tracked import Tracked
+from .unfolded import TREE, check_trees, described, load_trees, state_trees
 
 log = logging.getLogger(__name__)
 
@@ -43,45 +42,6 @@ EXIT_FLUSH_S = 600.0
 
 UPDATES_MAX = 16
 """Updates of one of several optimizers between two boundaries; each takes a buffer of its own."""
-
-
-class Session(Protocol):
-    """What a checkpointer needs of `adacheck_store.session.RunSession`."""
-
-    def restore(self, *, step: int | None = None) -> Any:
-        """Claim a term; the restored state, None on a fresh run."""
-        ...
-
-    def start(
-        self, layout: Layout, *, start_step: int,
-        base: Callable[[Link], Record], extra: Callable[[Link], Record],
-    ) -> None:  # fmt: skip
-        """Write the manifest, and a first base where the chain needs one."""
-        ...
-
-    def append(self, boundary: Boundary) -> None:
-        """Hand a boundary over."""
-        ...
-
-    def wants_base(self, *, now: bool = False) -> Mapping[str, Any] | None:
-        """The gap that the next boundary should close."""
-        ...
-
-    def check(self) -> None:
-        """Raise what must stop this writer."""
-        ...
-
-    def flush(self, timeout_s: float | None = None, *, far: bool = True) -> None:
-        """Wait until everything is synced and, if ``far``, drained."""
-        ...
-
-    def status(self) -> Any:
-        """Where the writer stands."""
-        ...
-
-    def close(self) -> None:
-        """Stop."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +83,12 @@ class Checkpointer:
         self._optimizers = listed(optimizer)
         if any(attached(item) for item in self._optimizers):
             raise OrderError("this optimizer is attached already", hint="close the other one first")
-        bind(model, self._optimizers, names)
+        unfolded = described(bind(model, self._optimizers, names))
+        if unfolded:
+            log.warning(
+                "updates of %s cannot be folded (class unsupported): the whole state is kept every "
+                "%d steps, and nothing in between", unfolded, settings.full_every,
+            )  # fmt: skip
         self._model, self._names = model, names
         self._session, self._settings = session, settings
         self._tracked = Tracked(model, self._optimizers)
@@ -132,6 +97,7 @@ class Checkpointer:
         self._step = settings.start_step
         self._updates = [0] * len(self._optimizers)
         self._moved = ""
+        self._kept = self._begun = settings.start_step
         self._carried: Any = None
         self._failure: AdaCheckError | None = None
         self._restoring = False
@@ -176,7 +142,9 @@ class Checkpointer:
         state = restored.parts[part_name(0)]
         self._tracked.check(tree)
         binding = bind(self._model, self._optimizers, self._names)
+        check_trees(tree.get(TREE, {}), binding)
         load(state, binding, step=restored.step)
+        load_trees(tree.get(TREE, {}), binding)
         revive_grads(binding, tree.get("held", ()), tree.get("grads") or {})
         self._tracked.load(tree)
         self._carried = tree.get("carried")
@@ -192,7 +160,7 @@ class Checkpointer:
 
     def _begin(self, step: int) -> None:
         assembly = Assembly(bind(self._model, self._optimizers, self._names), self._settings)
-        boundary = assembly.start_boundary(step, self._extras())
+        boundary = assembly.start_boundary(step, self._extras(assembly))
         try:
             self._session.start(
                 assembly.binding.layout, start_step=step, base=boundary.base_of,
@@ -200,7 +168,7 @@ class Checkpointer:
             )  # fmt: skip
         finally:
             boundary.release()
-        self._step = step
+        self._step = self._kept = self._begun = step
         self._capture_by(assembly)
 
     def _capture_by(self, assembly: Assembly) -> None:
@@ -283,6 +251,8 @@ class Checkpointer:
         boundary = None
         try:
             gap = self._gap()
+            if gap is None and not self._assembly.binding.foldable:
+                return
             if self._failure is None or gap is not None:
                 boundary = self._boundary(gap)
         except (UsageError, TermError):
@@ -293,6 +263,7 @@ class Checkpointer:
             boundary = self._assembly.failed(self._step, self._failure)
         self._failure = None
         self._moved = ""
+        self._kept = self._step
         self._session.append(boundary)
 
     def _look_for_tensors(self) -> None:
@@ -305,21 +276,35 @@ class Checkpointer:
 
     def _gap(self) -> Mapping[str, Any] | None:
         """What the captured base that comes with this boundary closes; None if none comes."""
-        gap = self._session.wants_base()
+        gap = self._session.wants_base() or self._due()
         if not self._moved:
             return gap
         if gap is None:
-            return {"reason": self._moved, "from": self._step}
+            return {"reason": self._moved, "from": self._kept + 1}
         return {"reason": f"{gap['reason']}; {self._moved}", "from": gap["from"]}
+
+    def _due(self, *, now: bool = False) -> Mapping[str, Any] | None:
+        """Where updates cannot be folded: the gap of the base of which it is time.
+
+        One comes with the first step: whether the state can be kept shows only then.
+        """
+        assert self._assembly is not None
+        due = now or self._kept == self._begun or self._step % self._settings.full_every == 0
+        if self._assembly.binding.foldable or self._step == self._kept or not due:
+            return None
+        why = described(self._assembly.binding)
+        return {"reason": f"cannot be folded: {why}", "from": self._kept + 1}
 
     def _boundary(self, gap: Mapping[str, Any] | None) -> ClosedBoundary:
         assert self._assembly is not None
-        extras = self._extras()
+        extras = self._extras(self._assembly)
         buffer, updates = self._capture.take()
         return self._assembly.boundary(self._step, buffer, updates, extras, gap)
 
-    def _extras(self) -> dict[str, Any]:
+    def _extras(self, assembly: Assembly) -> dict[str, Any]:
         trees = self._tracked.trees()
+        if not assembly.binding.foldable:
+            trees[TREE] = state_trees(assembly.binding)
         trees["loader"] = freeze(self._loader.tree(), "loader")
         if self._carried is not None:
             trees["carried"] = self._carried
@@ -366,9 +351,10 @@ class Checkpointer:
         self._session.flush(timeout_s, far=far)
 
     def _close_gap(self) -> None:
-        """Keep the last boundary by a captured base, if saving failed and none has come since."""
-        gap = self._session.wants_base(now=True)
+        """Keep the last boundary by a captured base, if it is not kept otherwise."""
+        gap = self._session.wants_base(now=True) or self._due(now=True)
         if gap is not None and self._assembly is not None:
+            self._kept = self._step
             self._session.append(self._boundary(gap))
 
     def status(self) -> Any:

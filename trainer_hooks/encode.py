@@ -91,7 +91,8 @@ class Encoder:
             dtypes = sorted({slot.section.roles[0][1] for slot in slots})
             devices = {slot.item.tensor.device.type for slot in slots}
             device = "cuda" if "cuda" in devices else "cpu"
-            found.append(arithmetic_digest(spec.name, groups, dtypes, device))
+            known = spec.foldable
+            found.append(arithmetic_digest(spec.name, groups, dtypes, device) if known else "")
         return tuple(found)
 
     def update(
@@ -311,8 +312,9 @@ class ClosedBoundary:
         self.encoder.stored.rebase(self.copies)
         arrays = {name: self.area.arrays[name] for name in self.arrays}
         return base_record(
-            link, self.step, arrays, states=self.states, boundary=self.groups, gap=self.gap
-        )
+            link, self.step, arrays, states=self.states, boundary=self.groups, gap=self.gap,
+            exactness="exact" if self.encoder.binding.foldable else "unsupported",
+        )  # fmt: skip
 
     def extra(self, link: Link) -> Record:
         """The rank's extra of this step."""

@@ -11,7 +11,7 @@ import torch
 from adacheck_store.arrays import dtype_name
 from adacheck_store.format.errors import ModelMismatchError, UnsupportedError
 from adacheck_store.format.layout import Layout, Section, Slice, align, whole_box
-from adacheck_store.optimizers import OptimizerSpec, spec_of
+from adacheck_store.optimizers import OptimizerSpec, find_spec
 
 from .names import Model, NamedTensor, named_tensors
 
@@ -54,6 +54,11 @@ class Binding:
     trained: tuple[Slot, ...]
     outside: tuple[Slot, ...]
 
+    @property
+    def foldable(self) -> bool:
+        """True if every optimizer's updates can be folded; else bases alone are kept."""
+        return all(spec.foldable for spec in self.specs)
+
     def spec(self, slot: Slot) -> OptimizerSpec:
         """What is known of the optimizer of a trained slot."""
         return self.specs[slot.section.optimizer]
@@ -83,7 +88,8 @@ def bind(
     """The layout of a model and its optimizers as they stand; refuses what is not supported."""
     optimizers = listed(optimizer)
     specs = tuple(checked_spec(item) for item in optimizers)
-    items = named_tensors(model, optimizers, names)
+    dense = all(spec.foldable for spec in specs)
+    items = named_tensors(model, optimizers, names, dense=dense)
     groups = _groups_of(optimizers, items)
     by_key: dict[_Key, list[tuple[NamedTensor, int]]] = {}
     for item in items:
@@ -145,7 +151,7 @@ def _groups_of(
 
 
 def checked_spec(optimizer: torch.optim.Optimizer) -> OptimizerSpec:
-    """The spec of an optimizer; refuses wrappers, compiled steps and unknown classes by name."""
+    """The spec of an optimizer; refuses wrappers and compiled steps by name."""
     inner = getattr(optimizer, "optim", None) or getattr(optimizer, "optimizer", None)
     if isinstance(inner, torch.optim.Optimizer):
         raise UnsupportedError(
@@ -153,7 +159,9 @@ def checked_spec(optimizer: torch.optim.Optimizer) -> OptimizerSpec:
             "is not supported",
             hint=f"attach to the {type(inner).__qualname__} inside it, if it holds everything",
         )
-    spec = spec_of(optimizer)
+    spec = find_spec(optimizer)
+    if not spec.foldable:
+        return spec
     step = getattr(optimizer, "step", None)
     if hasattr(step, "_torchdynamo_orig_callable"):
         raise UnsupportedError(
@@ -174,6 +182,8 @@ def state_roles(
 
     A flag that was switched off leaves tensors behind, which the optimizer keeps untouched.
     """
+    if not spec.foldable:
+        return ()  # see `unfolded`
     roles = spec.roles(group)
     left = (role for role in LEFTOVERS if role not in roles and state.get(role) is not None)
     return (*roles, *left)
@@ -192,7 +202,7 @@ def _key(
     roles = state_roles(spec, group, state)
     unknown = sorted(
         str(key) for key, value in state.items()
-        if key not in roles and key not in spec.scalars and value is not None
+        if key not in roles and key not in spec.scalars and value is not None and spec.foldable
     )  # fmt: skip
     if unknown:
         raise UnsupportedError(

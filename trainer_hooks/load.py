@@ -15,7 +15,7 @@ from adacheck_store.format.bodies import SectionState
 from adacheck_store.format.canonical import Scalar
 from adacheck_store.format.errors import ChainBrokenError
 from adacheck_store.format.layout import Layout
-from adacheck_store.optimizers import IMPLEMENTATION_FLAGS
+from adacheck_store.optimizers import IMPLEMENTATION_FLAGS, OptimizerSpec
 from adacheck_store.state import PartState
 
 from .layouts import MISMATCHES_SHOWN, Binding, Match, compare
@@ -144,10 +144,11 @@ def _load_state(state: PartState, match: Match, binding: Binding) -> None:
         binding.optimizers[match.slot.section.optimizer].state.pop(param, None)
         return
     fresh: dict[str, Any] = {}
-    for key in binding.spec(match.slot).scalars:
+    spec = binding.spec(match.slot)
+    for key in spec.scalars:
         values = states.scalars.get(key)
         if values is not None and values[match.index] is not None:
-            fresh[key] = _counter(values[match.index], binding.group(match.slot), param)
+            fresh[key] = _counter(values[match.index], spec, binding.group(match.slot), param)
     for role in section.state_roles:
         tensor = torch.empty_like(
             param, dtype=torch_dtype(section.dtypes[role]), requires_grad=False,
@@ -158,12 +159,14 @@ def _load_state(state: PartState, match: Match, binding: Binding) -> None:
     binding.optimizers[match.slot.section.optimizer].state[param] = fresh
 
 
-def _counter(value: Any, group: Mapping[str, Any], param: torch.Tensor) -> torch.Tensor:
-    """A step counter as torch wants it under the group's flags."""
+def _counter(value: Any, spec: OptimizerSpec, group: Mapping[str, Any], param: torch.Tensor) -> Any:
+    """A counter as it was; a class of torch's gets it where and how its group's flags want it."""
     found = from_typed(value)
+    if not spec.name.startswith("torch.optim."):
+        return found
     counter = found if isinstance(found, torch.Tensor) else torch.tensor(float(found))
     if not counter.is_floating_point():
         counter = counter.to(torch.float32)
     if group.get("fused") or group.get("capturable"):
         return counter.to(device=param.device, dtype=torch.float32)
-    return counter.clone()
+    return counter.to(param.device) if spec.on_device else counter.clone()

@@ -95,19 +95,21 @@ def walk(module: torch.nn.Module, prefix: str = "") -> Iterable[tuple[str, torch
 def named_tensors(
     model: Model,
     optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-    names: Mapping[str, torch.Tensor] | None = None,
-) -> list[NamedTensor]:
+    names: Mapping[str, torch.Tensor] | None = None, *, dense: bool = True,
+) -> list[NamedTensor]:  # fmt: skip
     """Every parameter and buffer of the model and every tensor of ``names``, each once.
 
     Tied tensors appear under their first name with the others as aliases. Raises
     `NameRefusedError` for two tensors of one name, `UnsupportedError` for a tensor that cannot
-    be kept or for a parameter of the optimizer that has no name.
+    be kept, for one that gets sparse gradients (if they must be ``dense``), and for a parameter
+    of the optimizer that has no name.
     """
     by_id: dict[int, NamedTensor] = {}
     taken: dict[str, int] = {}
     for module in modules_of(model):
         for path, part in walk(module):
-            _check_module(path, part)
+            if dense:
+                _check_module(path, part)
             places: tuple[tuple[dict[str, Any], bool], ...]
             places = ((part._parameters, True), (part._buffers, False))
             for owner, parameter in places:

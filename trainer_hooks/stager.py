@@ -64,7 +64,8 @@ class HostBuffer:
         self.pinned = pinned
         self._binding, self._policy = binding, policy
         self._areas = [
-            [GradArea(binding, number, policy, pinned)] for number in range(len(binding.optimizers))
+            [GradArea(binding, number, policy, pinned)] if binding.foldable else []
+            for number in range(len(binding.optimizers))
         ]
         self.blocks = self._zeros(block_bytes, torch.uint8)
         self.outside: dict[int, torch.Tensor] = {}

@@ -183,13 +183,6 @@ def test_extra_tensors_by_names():
         bind([mlp(), mlp()], opt)
 
 
-class OwnStep(torch.optim.Adam):
-    """A subclass with a step of its own."""
-
-    def step(self, closure=None):
-        return super().step(closure)
-
-
 def refused():
     """What is not supported, with a part of the refusal."""
     model = mlp()
@@ -198,8 +191,6 @@ def refused():
     meta = torch.nn.Linear(3, 3, device="meta")
     lazy = torch.nn.LazyLinear(3)
     adam = torch.optim.Adam(params)
-    yield "subclass", model, OwnStep(params), "OwnStep"
-    yield "lbfgs", model, torch.optim.LBFGS(params), "LBFGS"
     yield "two", model, [adam, torch.optim.SGD(params, lr=0.1)], "by optimizers 0 and 1"
     yield "no-optimizer", model, torch.nn.Linear(1, 1), "Linear"
     yield "sparse", sparse, torch.optim.SGD(sparse.parameters(), lr=1), "sparse"

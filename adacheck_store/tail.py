@@ -1,0 +1,51 @@
+"""What upkeep knows of a part without asking a tier, and how far its work is."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from .catalog import RecordRef
+from .recovery import PartPlan
+
+
+@dataclasses.dataclass(slots=True)
+class Tail:
+    """The newest base of a part and what follows it, in memory: what the next fold takes."""
+
+    base: RecordRef | None = None
+    deltas: list[RecordRef] = dataclasses.field(default_factory=list)
+
+    def add(self, ref: RecordRef) -> None:
+        """Take note of a stored base or delta."""
+        if ref.kind == "delta":
+            self.deltas.append(ref)
+        elif ref.kind == "base" and (self.base is None or ref.step >= self.base.step):
+            self.base = ref
+            self.deltas = [delta for delta in self.deltas if delta.step > ref.step]
+
+    def plan(self, part: str, step: int) -> PartPlan | None:
+        """The fold that gives ``step``, if the tail reaches it without a gap."""
+        deltas = tuple(delta for delta in self.deltas if delta.step <= step)
+        if self.base is None or self.base.step + len(deltas) != step or not deltas:
+            return None
+        return PartPlan(
+            part=part, layout=self.base.layout, base=self.base, deltas=deltas, link=deltas[-1].id
+        )
+
+
+@dataclasses.dataclass(slots=True)
+class Progress:
+    """How far the background work is; read by status."""
+
+    stored: int = -1
+    drained: int = -1
+    base: int = -1
+    far_base: int = -1
+    near_floor: int = -1
+    far_floor: int = -1
+    bytes_drained: int = 0
+    bytes_bases: int = 0
+    compactions: int = 0
+    exactness: str = "exact"
+    drift: float | None = None
+    cpu_s: float = 0.0
