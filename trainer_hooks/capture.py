@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from adacheck_store.format.bodies import Groups
 from adacheck_store.format.errors import TermError, UnsupportedError, UsageError
@@ -68,7 +69,8 @@ class Capture:
         self._optimizers = tuple(optimizers)
         self._policy = policy
         self._listener = listener
-        self._hooks = [self._hook(number, item) for number, item in enumerate(optimizers)]
+        self._hooks = {id(item): self._hook(number, item) for number, item in enumerate(optimizers)}
+        self._order = register_optimizer_step_pre_hook(self._come_last)
         self._binding: Binding | None = None
         self._stager: Stager
         self._watch: OutsideWatch
@@ -83,6 +85,12 @@ class Capture:
             optimizer, lambda: self._before(number),
             lambda: self._guard(lambda: self._stage_early(number)), lambda: self._after(number),
         )  # fmt: skip
+
+    def _come_last(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Hooks on all optimizers are called before those on one: the moment to put ours last."""
+        hooks = self._hooks.get(id(optimizer))
+        if hooks is not None:
+            hooks.keep_last()
 
     def begin(self, binding: Binding, stager: Stager, watch: OutsideWatch) -> None:
         """Start to capture into the stager's buffers, or go on with another binding."""
@@ -100,12 +108,13 @@ class Capture:
     def accept(self) -> None:
         """Take the optimizers' groups as they stand for those of the binding."""
         count = range(len(self._optimizers))
-        self._order = [self._order_of(number) for number in count]
+        self._members = [self._members_of(number) for number in count]
         self._roles = [self._roles_of(number) for number in count]
 
     def detach(self) -> None:
         """Remove the hooks."""
-        for hooks in self._hooks:
+        self._order.remove()
+        for hooks in self._hooks.values():
             hooks.detach()
         self._binding = None
 
@@ -117,14 +126,12 @@ class Capture:
         """Hand over the buffer of this boundary with the updates that lie in it."""
         buffer = self._held_buffer()
         updates, self._updates, self._buffer, self._scales = self._updates, [], None, []
-        for hooks in self._hooks:
-            hooks.keep_last()
         return buffer, updates
 
     def changes(self, number: int) -> str:
         """How an optimizer's parameters or their state differ from the binding; empty: not."""
         assert self._binding is not None
-        if self._order_of(number) != self._order[number]:
+        if self._members_of(number) != self._members[number]:
             return "the optimizer's parameters or groups have changed"
         if self._roles_of(number) != self._roles[number]:
             return "a group's flags have changed what state the optimizer keeps"
@@ -134,7 +141,7 @@ class Capture:
                 return f"parameter {item.name!r} was replaced"
         return ""
 
-    def _order_of(self, number: int) -> list[list[int]]:
+    def _members_of(self, number: int) -> list[list[int]]:
         groups = self._optimizers[number].param_groups
         return [[id(param) for param in group["params"]] for group in groups]
 

@@ -152,7 +152,7 @@ class Checkpointer:
         rng = tree.get("rng")
         if rng is not None:
             set_rng_state(rng)
-            self._loader.restored(tree.get("loader"), rng)
+            self._loader.restored(tree.get("loader"), rng if self._carried is None else None)
         return RestoreReport(
             step=self._step, certificate=restored.certificate, lost=restored.lost,
             reasons=tuple(restored.reasons), tiers=restored.tiers, carried=thaw(self._carried),

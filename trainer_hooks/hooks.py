@@ -41,7 +41,7 @@ class StepHooks:
         self._post.remove()
 
     def keep_last(self) -> None:
-        """Put our pre-hook behind those registered since."""
+        """Put our pre-hook behind those registered since; not while these are being called."""
         hooks: Any = self.optimizer._optimizer_step_pre_hooks
         if next(reversed(hooks)) != self._pre.id:
             hooks.move_to_end(self._pre.id)

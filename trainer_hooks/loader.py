@@ -29,8 +29,12 @@ class LoaderPosition:
         self._pending: Mapping[str, Any] | None = None
         self._pending_rng: Mapping[str, Any] | None = None
 
-    def restored(self, position: Mapping[str, Any] | None, rng: Mapping[str, Any]) -> None:
-        """The next pass goes on from this position, then with these generators."""
+    def restored(self, position: Mapping[str, Any] | None, rng: Mapping[str, Any] | None) -> None:
+        """The next pass goes on from this position, then with these generators.
+
+        None: with the generators as they stand when its first batch is asked for. So it must be
+        where a step comes before that, with a batch that was fetched ahead.
+        """
         self._pending, self._pending_rng = position, rng
 
     def tree(self) -> dict[str, Any] | None:
@@ -57,9 +61,9 @@ class LoaderPosition:
             self._consumed = 0
             iterator = iter(loader)
         else:
+            rng = rng or rng_state()
             iterator = self._resume(loader, position)
-            if rng is not None:
-                set_rng_state(rng)
+            set_rng_state(rng)
         try:
             for batch in iterator:
                 self._consumed += 1

@@ -56,6 +56,16 @@ class Case:
         if self.ckpt is not None and self.ends:
             assert self.ckpt.end_step() == number
 
+    @property
+    def attached(self):
+        """What is given to `attach`: the model, or a wrapper of it."""
+        return self.model
+
+    @property
+    def explicit(self) -> bool:
+        """Whether `track` is called."""
+        return bool(self.tracked)
+
     def modules(self) -> list:
         """The modules."""
         return self.model if isinstance(self.model, list) else [self.model]
@@ -135,8 +145,8 @@ def _work(name: str, out: str, store: str, mode: str, at: int | None) -> None:
             train(1, case.steps)
             return
         options = {"base_every": 4, "keep": 100, "strict": True, **case.options}
-        case.ckpt = ckpt = attach(case.model, case.optimizers, run="m", store=store, **options)
-        if case.tracked:
+        case.ckpt = ckpt = attach(case.attached, case.optimizers, run="m", store=store, **options)
+        if case.explicit:
             ckpt.track(**case.tracked)
         case.report = ckpt.restore(at)
         case.begun()
@@ -156,9 +166,10 @@ def _work(name: str, out: str, store: str, mode: str, at: int | None) -> None:
 def run(folder: Path, name: str, mode: str, store: str = "", at: int | None = None) -> list[dict]:
     """Run a case in a process of its own to its end; the rows of its journal."""
     out = folder / f"{mode}{'' if at is None else at}.jsonl"
-    process = _context.Process(target=_work, args=(name, str(out), store, mode, at), daemon=True)
+    process = _context.Process(target=_work, args=(name, str(out), store, mode, at))
     process.start()
     process.join(120)
+    process.kill()
     expected = -signal.SIGKILL if mode == "captured" else 0
     assert process.exitcode == expected, f"{name} {mode}: exit code {process.exitcode}"
     return [json.loads(line) for line in out.read_text().splitlines()]

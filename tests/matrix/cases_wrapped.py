@@ -1,0 +1,134 @@
+"""Models and steps inside of what wraps them: compilers, DDP, hooks of others."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.matrix.cases_gradients import Plain
+
+
+class Compiled(Plain):
+    """Compiled before attach, which is given the compiled model."""
+
+    def build(self) -> None:
+        """Backend eager: the wrapper is what matters."""
+        super().build()
+        self.called = torch.compile(self.model, backend="eager")
+
+    @property
+    def attached(self):
+        """The compiled model."""
+        return self.called
+
+    def loss(self, number: int) -> torch.Tensor:
+        """Through the wrapper."""
+        return self.called(torch.randn(4, 5)).square().mean()
+
+
+class CompiledLater(Compiled):
+    """Compiled after attach, which has the plain model: names are the same."""
+
+    @property
+    def attached(self):
+        """The plain model."""
+        return self.model
+
+
+class CompiledInPlace(Plain):
+    """`module.compile()` after restore."""
+
+    def begun(self) -> None:
+        """Compile the forward in place."""
+        self.model.compile(backend="eager")
+
+
+class CompiledStep(Plain):
+    """A compiled function that makes the step."""
+
+    def begun(self) -> None:
+        """Backend eager: the arithmetic stays torch's."""
+        warnings.simplefilter("ignore")  # the compiler's own
+        self.make_step = torch.compile(lambda: self.optimizers[0].step(), backend="eager")
+
+    def step(self, number: int) -> object:
+        """A step."""
+        self.optimizers[0].zero_grad()
+        loss = self.loss(number)
+        loss.backward()
+        self.make_step()
+        return loss.item()
+
+
+class Ddp(Plain):
+    """A5: gradients are views of buckets that the next backward overwrites."""
+
+    def build(self) -> None:
+        """One process, gloo."""
+        if not torch.distributed.is_initialized():
+            store = torch.distributed.HashStore()
+            torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        super().build()
+        self.called = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
+
+    @property
+    def attached(self):
+        """The wrapper."""
+        return self.called
+
+    def loss(self, number: int) -> torch.Tensor:
+        """Through the wrapper."""
+        return self.called(torch.randn(4, 5)).square().mean()
+
+
+class DdpLater(Ddp):
+    """Attached to the model inside."""
+
+    @property
+    def attached(self):
+        """The plain model."""
+        return self.model
+
+
+class Hooked(Plain):
+    """Hooks registered before ours and after ours change the gradients."""
+
+    def build(self) -> None:
+        """The first hook is there before attach."""
+        super().build()
+        self.optimizers[0].register_step_pre_hook(_halve)
+
+    def begun(self) -> None:
+        """The second comes after it."""
+        self.optimizers[0].register_step_pre_hook(_clip)
+
+
+def _halve(optimizer, args, kwargs) -> None:
+    for param in optimizer.param_groups[0]["params"]:
+        param.grad.mul_(0.3)
+
+
+def _clip(optimizer, args, kwargs) -> None:
+    torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.02)
+
+
+class HookedRounded(Hooked):
+    """Policy bf16: what comes after our pre-hook at first is before it from then on."""
+
+    def build(self) -> None:
+        """Gradients of the reference are rounded by the last hook."""
+        super().build()
+        self.options = {"policy": "bf16"}
+
+    def begun(self) -> None:
+        """The second hook, and the rounding where no checkpointer does it."""
+        super().begun()
+        if self.ckpt is None:
+            self.optimizers[0].register_step_pre_hook(_round)
+
+
+def _round(optimizer, args, kwargs) -> None:
+    for param in optimizer.param_groups[0]["params"]:
+        param.grad.copy_(param.grad.bfloat16())
