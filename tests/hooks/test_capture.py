@@ -4,6 +4,7 @@ import time
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from adacheck_store.format.bodies import decode_delta
 from adacheck_store.format.errors import OrderError, UnsupportedError
@@ -184,7 +185,7 @@ def test_a6_experts_without_gradient_and_frozen_parameters():
 
 
 def test_gradients_edited_by_a_later_hook_are_kept_as_they_are():
-    """A pre-hook registered after ours changes a rounded gradient: kept losslessly."""
+    """A pre-hook that insists on coming after ours changes a rounded gradient: kept losslessly."""
 
     def scale(grad):
         grad.mul_(0.3337)
@@ -193,12 +194,16 @@ def test_gradients_edited_by_a_later_hook_are_kept_as_they_are():
     model, opt = make()
     with attach(model, opt, url, policy="bf16") as ckpt:
         ckpt.restore()
-        opt.register_step_pre_hook(lambda *args: scale(model[0].weight.grad))
-        for _ in range(4):
+        theirs = opt.register_step_pre_hook(lambda *args: scale(model[0].weight.grad))
+        train(model, opt)  # ours comes last, also after a hook registered later
+        hooks = opt._optimizer_step_pre_hooks
+        insists = register_optimizer_step_pre_hook(lambda *args: hooks.move_to_end(theirs.id))
+        for _ in range(3):
             train(model, opt)
+        insists.remove()
         end = bits(model, opt)
     kinds = [set(encodings(head).values()) for _, head in sorted(check_records(url).items())]
-    assert ("raw", None) in kinds[0]  # the hook came last once; ours is the last one since
+    assert [("raw", None) in found for found in kinds] == [False, True, True, True]
     resumed(url, end, policy="bf16")
 
 
