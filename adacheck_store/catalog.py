@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +41,33 @@ class RecordRef:
     refs: tuple[int, ...] = ()
 
 
+class Gaps:
+    """Steps of a part through which nothing may be folded: from a gap's first to its base's.
+
+    ``spans`` are disjoint inclusive ranges in order. No set of steps: a record may name any.
+    """
+
+    def __init__(self, spans: Iterable[tuple[int, int]]) -> None:
+        merged: list[tuple[int, int]] = []
+        for low, high in sorted(spans):
+            if merged and low <= merged[-1][1] + 1:
+                merged[-1] = (merged[-1][0], max(high, merged[-1][1]))
+            else:
+                merged.append((low, high))
+        self.spans = tuple(merged)
+
+    def __contains__(self, step: int) -> bool:
+        at = bisect_right(self.spans, (step, 1 << 62)) - 1
+        return at >= 0 and step <= self.spans[at][1]
+
+
+def _spans(refs: Iterable[RecordRef]) -> Iterator[tuple[int, int]]:
+    for ref in refs:
+        first = ref.gap.get("from") if ref.gap is not None else None
+        if type(first) is int and first <= ref.step:
+            yield first, ref.step
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trouble:
     """Something in a tier that could not be used: a record, or the tier itself (key empty)."""
@@ -55,7 +83,8 @@ class Catalog:
 
     ``bases``, ``deltas`` and ``extras`` map (term, part or rank) to references; ``manifests``
     maps ids, ``layouts`` ids to the tiers that hold them. Records that a tier's floor covers are
-    left out. ``troubles`` lists what could not be read.
+    left out. ``troubles`` lists what could not be read. ``gap_spans`` are gaps told by bases that
+    are no longer among ``bases``: their heads verified, and stay true when their blocks do not.
     """
 
     run: str
@@ -67,6 +96,11 @@ class Catalog:
     claims: tuple[Claim, ...] = ()
     floors: Mapping[str, tuple[Floor, ...]] = field(default_factory=dict)
     troubles: tuple[Trouble, ...] = ()
+    gap_spans: Mapping[tuple[str, str], tuple[tuple[int, int], ...]] = field(default_factory=dict)
+
+    def gaps(self, place: tuple[str, str]) -> Gaps:
+        """Steps that the bases of a (term, part) declare unprovable."""
+        return Gaps([*self.gap_spans.get(place, ()), *_spans(self.bases.get(place, ()))])
 
     @property
     def empty(self) -> bool:
@@ -89,8 +123,9 @@ class Catalog:
             return result
 
         return dataclasses.replace(
-            self, bases=keep(self.bases), deltas=keep(self.deltas), extras=keep(self.extras)
-        )
+            self, bases=keep(self.bases), deltas=keep(self.deltas), extras=keep(self.extras),
+            gap_spans={place: self.gaps(place).spans for place in {*self.bases, *self.gap_spans}},
+        )  # fmt: skip
 
 
 def make_ref(key: Key, sealed: SealedHead, tiers: Sequence[str]) -> RecordRef:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from adacheck_store.format.errors import ChainBrokenError, NotProvableError, RestoreError
 from adacheck_store.format.manifest import Manifest
 
-from .catalog import Catalog, RecordRef
+from .catalog import Catalog, Gaps, RecordRef
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,15 +150,6 @@ def _walk(catalog: Catalog, term: str) -> tuple[tuple[Segment, ...], str]:
     return tuple(reversed(segments)), ""
 
 
-def _unprovable(bases: Sequence[RecordRef]) -> set[int]:
-    """Steps through which nothing may be folded: from a gap's first to its base's."""
-    steps: set[int] = set()
-    for base in bases:
-        if base.gap is not None and type(base.gap.get("from")) is int:
-            steps.update(range(base.gap["from"], base.step + 1))
-    return steps
-
-
 Proofs = dict[int, dict[str, Proof]]
 """Step -> link -> proof: what is provable of a part within one term."""
 
@@ -188,7 +179,7 @@ def _prove_segment(catalog: Catalog, segment: Segment, part: str, parent: Proofs
     place = (segment.term, part)
     bases = _by_step(catalog.bases.get(place, ()))
     deltas = _by_step(catalog.deltas.get(place, ()))
-    blocked = _unprovable(catalog.bases.get(place, ()))
+    blocked = catalog.gaps(place)
     opening = _inherited(segment, parent, part)
     proven: Proofs = {segment.first: opening} if opening else {}
     for step in sorted(s for s in {*bases, *deltas} if segment.covers(s)):
@@ -237,7 +228,7 @@ class Prover:
         }
         self.parts = {part: prove_part(catalog, self.line, part) for part in sorted(parts)}
         self._extras = {place: _by_step(refs) for place, refs in catalog.extras.items()}
-        self._held: dict[tuple[str, str], tuple[set[int], set[int]]] = {}
+        self._held: dict[tuple[str, str], tuple[set[int], Gaps]] = {}
 
     def segment_of(self, step: int) -> Segment | None:
         """The term a step belongs to; a fork step belongs to the parent."""
@@ -353,7 +344,7 @@ class Prover:
         if place not in self._held:
             bases = self.catalog.bases.get(place, ())
             held = {ref.step for ref in (*bases, *self.catalog.deltas.get(place, ()))}
-            self._held[place] = held, _unprovable(bases)
+            self._held[place] = held, self.catalog.gaps(place)
         held, blocked = self._held[place]
         if step in blocked:
             return "is unprovable here (a gap, re-based later)"

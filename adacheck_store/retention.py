@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from adacheck_store.format.errors import AdaCheckError
@@ -13,6 +13,7 @@ from adacheck_store.tiers.base import Tier
 from .catalog import Catalog, RecordRef, read_catalog
 from .fetch import ArrayReader, Fetcher
 from .recovery import Prover, RestorePlan, tolerant_line
+from .terms import read_log
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,3 +108,21 @@ def tier_catalog(tier: Tier, run: str) -> Catalog:
             error: AdaCheckError = trouble.error
             raise error
     return catalog
+
+
+def raise_floor(
+    tier: Tier, run: str, keep_bases: int, *, cap: int | None, current: int,
+    put: Callable[[FloorChoice], bool],
+) -> tuple[int, list[str]]:  # fmt: skip
+    """A higher floor for a tier if it can bear one: its step, and the keys that may now go.
+
+    The floor's bases are read back before ``put`` writes it; ``put`` may refuse.
+    """
+    choice = choose_floor(tier_catalog(tier, run), keep_bases, cap)
+    if choice is None or choice.step <= current:
+        return current, []
+    read_back(tier, choice.bases)
+    if not put(choice):
+        return current, []
+    floors = [entry for entry in read_log(tier, run) if isinstance(entry, Floor)]
+    return choice.step, below(tier.list(f"{run}/"), floors)

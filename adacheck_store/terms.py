@@ -10,6 +10,7 @@ from adacheck_store.format.errors import (
     ForkError,
     FormatError,
     RecordNotFoundError,
+    TermError,
     TierError,
 )
 from adacheck_store.format.keys import Term, log_key, new_term, parse_key
@@ -163,3 +164,13 @@ def fenced_by(tier: Tier, run: str, term: Term) -> Term | None:
             if newer and any(tier.list(f"{run}/{entry.term}/manifest/")):
                 return other
     return None
+
+
+def check_fence(tier: Tier, run: str, term: Term) -> None:
+    """Before anything counts as acknowledged in the log's tier, or is deleted: is the run ours?"""
+    other = fenced_by(tier, run, term)
+    if other is not None:
+        raise TermError(
+            f"term {other} has taken over this run", run=run, term=str(term),
+            hint="this process must stop; restore() in a new one",
+        )  # fmt: skip

@@ -1,4 +1,7 @@
-"""Upkeep: the background thread that compacts, drains and prunes behind a writer."""
+"""Upkeep: what happens behind a writer: compacting, draining and pruning.
+
+Each has a thread of its own, so that a far tier that hangs does not hold up the near tier.
+"""
 
 from __future__ import annotations
 
@@ -14,37 +17,33 @@ from adacheck_store.format.errors import (
     RecordNotFoundError,
     ReplayMismatchError,
     TermError,
-    TierError,
 )
 from adacheck_store.format.keys import Key, Term, parse_key
 from adacheck_store.format.layout import Layout
-from adacheck_store.format.manifest import Floor
 from adacheck_store.tiers.base import Tier
 
 from .catalog import RecordRef, make_ref
 from .compact import ReplayedBase
 from .config import Settings
 from .drain import copy_records, in_batches
+from .duty import Duty
 from .fetch import BlocksLostError, Fetcher
 from .recovery import PartPlan
-from .retention import below, choose_floor, read_back, tier_catalog
+from .retention import FloorChoice, raise_floor
 from .store import Store
 from .tail import Progress, Tail
-from .terms import Rivals, fenced_by, put_floor, read_log
+from .terms import Rivals, check_fence, put_floor
 
 log = logging.getLogger(__name__)
-
-IDLE_S = 1.0
-BACKOFF_S = (1.0, 30.0)
 
 
 class Upkeep:
     """Compacts at multiples of ``base_every``, drains at ``object_lag``, prunes behind both.
 
-    ``stored`` is told what became durable (any thread); the work is done on one thread of its
-    own. A failure is kept in ``error`` and tried again later; losing the run to a newer term is
-    final and kept in ``fenced``. ``ask_for_base(reason, first)`` is called when a fold proves
-    the chain wrong. ``layouts`` are the run's by id, more of which may come later.
+    ``stored`` is told what became durable (any thread). A failure is kept in ``error`` and tried
+    again later; losing the run to a newer term is final and kept in ``fenced``.
+    ``ask_for_base(reason, first)`` is called when a fold proves the chain wrong. ``layouts`` are
+    the run's by id, more of which may come later.
     """
 
     def __init__(
@@ -66,18 +65,35 @@ class Upkeep:
         self._graves: list[tuple[float, Tier, list[str]]] = []
         self._flushing = bool(backlog)
         self._prune_wanted: set[str] = {store.near.traits.name, store.far.traits.name}
-        self._closing = False
-        self._busy = False
-        self._hurry = False
-        self._failures = 0
-        self._changed = threading.Condition()
-        self.progress = Progress()
-        if tail.base is not None:
-            self.progress.base, self.progress.exactness = tail.base.step, tail.base.exactness
-        self.error: AdaCheckError | None = None
+        self._changed = threading.Condition(threading.RLock())
+        self._progress = Progress(base=tail.base.step if tail.base else -1)
         self.fenced: TermError | None = None
-        self._thread = threading.Thread(target=self._loop, name="adacheck-upkeep", daemon=True)
-        self._thread.start()
+        self._compacting = self._duty("compact", self._compact_due, self._compact_next)
+        self._draining = self._duty("drain", self._drain_due, self._drain)
+        self._pruning = self._duty("prune", self._prune_due, self._prune)
+        self._duties = (self._compacting, self._draining, self._pruning)
+        for duty in self._duties:
+            duty.thread.start()
+
+    def _duty(self, name: str, due: Callable[[], bool], work: Callable[[], None]) -> Duty:
+        return Duty(name, self._changed, due, work, self._failed)
+
+    @property
+    def progress(self) -> Progress:
+        """How far everything is; ``cpu_s`` of all threads together."""
+        self._progress.cpu_s = sum(duty.cpu_s for duty in self._duties)
+        return self._progress
+
+    @property
+    def error(self) -> AdaCheckError | None:
+        """What keeps something from being done, if anything does."""
+        errors = (duty.error for duty in (self._draining, self._compacting, self._pruning))
+        return next((error for error in errors if error is not None), None)
+
+    @property
+    def resting(self) -> bool:
+        """True if all that is due has been done or has failed."""
+        return all(duty.resting for duty in self._duties)
 
     def stored(self, step: int, refs: list[RecordRef]) -> None:
         """Take note of records that became durable in the near tier."""
@@ -87,11 +103,11 @@ class Upkeep:
             for ref in refs:
                 self._tail.add(ref)
                 if ref.kind == "base":
-                    self.progress.base, self.progress.exactness = ref.step, ref.exactness
-                    self.progress.bytes_bases += ref.nbytes
+                    self._progress.base, self._progress.exactness = ref.step, ref.exactness
+                    self._progress.bytes_bases += ref.nbytes
                     self._prune_wanted.add(self._store.near.traits.name)
                 self._undrained.append(parse_key(ref.key))
-            self.progress.stored = step
+            self._progress.stored = step
             self._changed.notify_all()
 
     def flush(self, timeout_s: float | None) -> bool:
@@ -100,97 +116,50 @@ class Upkeep:
         Without a limit of time, one failed try is the answer.
         """
         with self._changed:
-            self._flushing = self._hurry = True
-            failures = self._failures
+            self._flushing = self._draining.hurry = True
+            failures = self._draining.failures
             self._changed.notify_all()
             self._changed.wait_for(
                 lambda: (
                     self.fenced is not None
                     or self._idle()
-                    or (timeout_s is None and self._failures > failures)
+                    or (timeout_s is None and self._draining.failures > failures)
                 ),
                 timeout=timeout_s,
             )
             return self.fenced is not None or self._idle()
 
     def _idle(self) -> bool:
-        return not self._undrained and not self._busy
+        return not self._undrained and not self._draining.busy and self.resting
 
     def close(self, timeout_s: float) -> bool:
-        """Stop the thread after what it is doing; False if the time ran out."""
+        """Stop the threads after what they are doing; False if the time ran out."""
+        deadline = time.monotonic() + timeout_s
         with self._changed:
-            self._closing = True
-            self._changed.notify_all()
-        self._thread.join(timeout=timeout_s)
-        return not self._thread.is_alive()
+            for duty in self._duties:
+                duty.end()
+        for duty in self._duties:
+            duty.thread.join(timeout=max(0.0, deadline - time.monotonic()))
+        return not any(duty.thread.is_alive() for duty in self._duties)
 
-    def _loop(self) -> None:
-        pause_s = BACKOFF_S[0]
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._closing or self._due(), timeout=IDLE_S)
-                if self._closing or self.fenced is not None:
-                    return
-                self._busy = True
-            before = time.thread_time()
-            failed = False
-            try:
-                self._work()
-                self.error = None
-            except TermError as error:
-                self.fenced = error
-                log.error("%s", error)  # noqa: TRY400 - the place says it all
-            except AdaCheckError as error:
-                failed = True
-                self._note(error)
-            except Exception as error:
-                failed = True
-                log.exception("background work failed")
-                self._note(TierError(f"background work failed: {type(error).__name__}: {error}"))
-            finally:
-                self.progress.cpu_s += time.thread_time() - before
-                with self._changed:
-                    self._busy = False
-                    if not self._undrained:
-                        self._flushing = False
-                    self._failures += failed
-                    self._hurry = False
-                    self._changed.notify_all()
-                    if failed:
-                        self._changed.wait_for(
-                            lambda: self._closing or self._hurry, timeout=pause_s
-                        )
-            pause_s = min(2 * pause_s, BACKOFF_S[1]) if failed else BACKOFF_S[0]
+    def _failed(self, error: AdaCheckError) -> None:
+        """Take note of a failure; being fenced ends all duties."""
+        error.at(run=self._run_name, term=str(self._term))
+        log.warning("%s", error)
+        if isinstance(error, TermError):
+            self.fenced = error
+            for duty in self._duties:
+                duty.end()
 
-    def _note(self, error: AdaCheckError) -> None:
-        self.error = error.at(run=self._run_name, term=str(self._term))
-        log.warning("%s", self.error)
+    # Compaction ------------------------------------------------------------------------------
 
-    def _due(self) -> bool:
-        return (
-            self._target() is not None or self._drain_wanted() or bool(self._prune_wanted)
-            or any(at <= time.monotonic() for at, _, _ in self._graves)
-        )  # fmt: skip
+    def _compact_due(self) -> bool:
+        return self._target() is not None
 
-    def _work(self) -> None:
-        """Each duty is tried, whatever became of the one before: a full tier needs its prune."""
-        first: Exception | None = None
-        for duty in (self._compact_due, self._drain_due, self._prune):
-            try:
-                duty()
-            except TermError:
-                raise
-            except Exception as error:
-                first = first or error
-        if first is not None:
-            raise first
-
-    def _compact_due(self) -> None:
+    def _compact_next(self) -> None:
         target = self._target()
         if target is not None:
             self._compact(target)
-
-    # Compaction ------------------------------------------------------------------------------
 
     def _target(self) -> int | None:
         """The multiple of ``base_every`` to compact to next, if the tail reaches one."""
@@ -219,17 +188,21 @@ class Upkeep:
             self._distrust(str(error), error.last_match + 1)
             raise
         except BlocksLostError as error:
+            if self._tail.base is not plan.base:
+                return  # a newer base came, and what was being folded may have been pruned
             self._distrust(str(error), int(error.place.get("step", plan.base.step)))
             raise
         key = parse_key(source.key)
         ref = make_ref(key, near.head(source.key), (near.traits.name,))
         with self._changed:
-            self._tail.add(ref)
+            if self._tail.base is plan.base:
+                self._tail.add(ref)
+                self._progress.base, self._progress.exactness = step, ref.exactness
             self._undrained.append(key)
-            self.progress.base, self.progress.exactness = step, ref.exactness
-            self.progress.compactions += 1
-            self.progress.bytes_bases += ref.nbytes
+            self._progress.compactions += 1
+            self._progress.bytes_bases += ref.nbytes
             self._prune_wanted.add(near.traits.name)
+            self._changed.notify_all()
 
     def _anywhere(self, plan: PartPlan) -> PartPlan:
         """The plan with every tier as a holder: what is damaged here may have been drained."""
@@ -249,20 +222,16 @@ class Upkeep:
 
     # Draining --------------------------------------------------------------------------------
 
-    def _drain_wanted(self) -> bool:
+    def _drain_due(self) -> bool:
         waiting = self._undrained
-        if self._store.near is self._store.far:
+        if self._store.near is self._store.far or not waiting:
             return bool(waiting)
-        if not waiting:
-            return False
         steps = {key.step for key in waiting}
         late = time.monotonic() - self._oldest > self._settings.object_lag_s
         base = any(key.kind == "base" for key in waiting)
         return self._flushing or late or base or len(steps) >= self._settings.object_lag
 
-    def _drain_due(self) -> None:
-        if not self._drain_wanted():
-            return
+    def _drain(self) -> None:
         with self._changed:
             waiting = sorted(self._undrained, key=lambda key: (key.step, str(key)))
         if self._store.near is self._store.far:
@@ -276,7 +245,7 @@ class Upkeep:
         finally:  # what did arrive need not be sent again
             if done:
                 self._store.far.sync()
-                self._check_fence()
+                check_fence(self._store.far, self._run_name, self._term)
                 self._drained(done)
 
     def _drained(self, keys: Iterable[Key]) -> None:
@@ -285,17 +254,18 @@ class Upkeep:
         with self._changed:
             done = set(keys)
             self._undrained = [key for key in self._undrained if key not in done]
+            self._flushing = self._flushing and bool(self._undrained)
             self._oldest = time.monotonic()
-            self.progress.drained = max([self.progress.drained, *(key.step for key in done)])
+            self._progress.drained = max([self._progress.drained, *(key.step for key in done)])
             bases = [key.step for key in done if key.kind == "base"]
             if bases:
-                self.progress.far_base = max([self.progress.far_base, *bases])
+                self._progress.far_base = max([self._progress.far_base, *bases])
                 self._prune_wanted |= {near.traits.name, far.traits.name}
 
     def _drain_batch(self, batch: list[str]) -> None:
         near, far = self._store.near, self._store.far
         try:
-            self.progress.bytes_drained += copy_records(near, far, batch)
+            self._progress.bytes_drained += copy_records(near, far, batch)
         except (RecordNotFoundError, FormatError) as error:
             if len(batch) > 1:
                 for key in batch:
@@ -305,7 +275,7 @@ class Upkeep:
 
     def _given_up(self, key: Key, error: AdaCheckError) -> None:
         """A record that is gone or damaged in the near tier must not hold up those after it."""
-        if isinstance(error, RecordNotFoundError) and key.step < self.progress.near_floor:
+        if isinstance(error, RecordNotFoundError) and key.step < self._progress.near_floor:
             return  # pruned since it was stored
         log.warning("not drained: %s", error.at(tier=self._store.near.traits.name, key=str(key)))
         with self._changed:
@@ -313,51 +283,71 @@ class Upkeep:
         if key.kind == "delta" and key.term == str(self._term) and not folded:
             self._distrust(f"the delta of step {key.step} is damaged", key.step)
 
-    def _check_fence(self) -> None:
-        """Before anything drained counts as acknowledged: does a newer term own the run?"""
-        other = fenced_by(self._store.far, self._run_name, self._term)
-        if other is not None:
-            raise TermError(
-                f"term {other} has taken over this run", run=self._run_name,
-                term=str(self._term), hint="this process must stop; restore() in a new one",
-            )  # fmt: skip
-
     # Pruning ---------------------------------------------------------------------------------
 
-    def _prune(self) -> None:
-        with self._changed:
-            wanted, self._prune_wanted = self._prune_wanted, set()
-        near, far = self._store.near, self._store.far
-        if far.traits.name in wanted:
-            self.progress.far_floor = self._raise_floor(far, None, self.progress.far_floor)
-        if near is not far and near.traits.name in wanted:
-            cap = min(self.progress.drained, self.progress.far_base)
-            self.progress.near_floor = self._raise_floor(near, cap, self.progress.near_floor)
+    def _prune_due(self) -> bool:
         now = time.monotonic()
-        due = [grave for grave in self._graves if grave[0] <= now]
-        self._graves = [grave for grave in self._graves if grave[0] > now]
-        for _, tier, keys in due:
-            tier.delete(keys)
+        return bool(self._prune_wanted) or any(at <= now for at, _, _ in self._graves)
 
-    def _raise_floor(self, tier: Tier, cap: int | None, current: int) -> int:
-        """Write a higher floor for a tier if it can bear one, and bury what lies below it."""
-        choice = choose_floor(tier_catalog(tier, self._run_name), self._settings.keep_bases, cap)
-        if choice is None or choice.step <= current:
-            return current
-        read_back(tier, choice.bases)
-        self._check_fence()
-        live, dead = self._rivals.look()
-        if live or not put_floor(
-            tier, self._run_name, term=str(self._term), terms=choice.terms, step=choice.step,
-            kept=(), ignore=dead,
-        ):  # fmt: skip
-            return current
-        entries = read_log(tier, self._run_name)
-        floors = [entry for entry in entries if isinstance(entry, Floor)]
-        doomed = below(tier.list(f"{self._run_name}/"), floors)
-        grace = self._settings.grace_s if tier.traits.shared or tier.traits.log else 0.0
-        if tier is self._store.near:
-            grace = 0.0
+    def _prune(self) -> None:
+        """Each tier is tried, whatever became of the other; what failed stays wanted."""
+        first: AdaCheckError | None = None
+        for tier in dict.fromkeys((self._store.near, self._store.far)):
+            try:
+                self._prune_tier(tier)
+            except AdaCheckError as error:
+                first = first or error
+        if first is not None:
+            raise first
+
+    def _prune_tier(self, tier: Tier) -> None:
+        name = tier.traits.name
+        with self._changed:
+            wanted = name in self._prune_wanted
+            self._prune_wanted.discard(name)
+        try:
+            if wanted:
+                self._raise_floor(tier)
+            self._bury(tier)
+        except BaseException:
+            if wanted:
+                with self._changed:
+                    self._prune_wanted.add(name)
+            raise
+
+    def _raise_floor(self, tier: Tier) -> None:
+        """Write a higher floor for a tier if it can bear one, and mark what lies below it."""
+        near = tier is self._store.near and tier is not self._store.far
+        progress = self._progress
+        floor, doomed = raise_floor(
+            tier, self._run_name, self._settings.keep_bases,
+            cap=min(progress.drained, progress.far_base) if near else None,
+            current=progress.near_floor if near else progress.far_floor,
+            put=lambda choice: self._put_floor(tier, choice),
+        )  # fmt: skip
+        if near:
+            progress.near_floor = floor
+        else:
+            progress.far_floor = floor
         if doomed:
-            self._graves.append((time.monotonic() + grace, tier, doomed))
-        return choice.step
+            grace_s = 0.0 if tier is self._store.near else self._settings.grace_s
+            self._graves.append((time.monotonic() + grace_s, tier, doomed))
+
+    def _put_floor(self, tier: Tier, choice: FloorChoice) -> bool:
+        """False while a newer claim may still be restoring from below."""
+        check_fence(self._store.far, self._run_name, self._term)
+        live, dead = self._rivals.look()
+        return not live and bool(
+            put_floor(
+                tier, self._run_name, term=str(self._term), terms=choice.terms, step=choice.step,
+                kept=(), ignore=dead,
+            )
+        )  # fmt: skip
+
+    def _bury(self, tier: Tier) -> None:
+        """Delete what has been below a floor for long enough."""
+        now = time.monotonic()
+        due = [grave for grave in self._graves if grave[1] is tier and grave[0] <= now]
+        for grave in due:
+            tier.delete(grave[2])
+            self._graves.remove(grave)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -99,7 +99,7 @@ class LmdbTier(Tier):
             env, ledger = self._writer()
             check_sources(sources)
             pages = PageWriter(env, ledger, self._spare)
-            fresh: list[bytes] = []
+            fresh: dict[bytes, bytes] = {}
             try:
                 arrivals = [self._take(env, ledger, pages, source, fresh) for source in sources]
                 self._links.check(arrival.sealed for arrival in arrivals)
@@ -109,14 +109,15 @@ class LmdbTier(Tier):
                 raise
 
     def _take(
-        self, env: LmdbEnv, ledger: Ledger, pages: PageWriter, source: Source, fresh: list[bytes]
-    ) -> _Arrival:
+        self, env: LmdbEnv, ledger: Ledger, pages: PageWriter, source: Source,
+        fresh: dict[bytes, bytes],
+    ) -> _Arrival:  # fmt: skip
         with placed(key=source.key):
             held = self._held(env, source)
             if held is None:
                 with env.write_lock:
                     prefix = ledger.new_prefix()
-                fresh.append(prefix)
+                fresh[head_key(source.key)] = prefix
             else:
                 prefix = held.prefix
             intake = Intake(source, held.sealed if held else None)
@@ -169,10 +170,18 @@ class LmdbTier(Tier):
         if held.id != arrival.sealed.id:
             check_same(arrival.source, held)
 
-    def _withdraw(self, env: LmdbEnv, fresh: Iterable[bytes]) -> None:
-        """Delete the pages of a put that failed; what cannot be is swept at the next open."""
+    def _withdraw(self, env: LmdbEnv, fresh: Mapping[bytes, bytes]) -> None:
+        """Delete the pages of a put that failed; what cannot be is swept at the next open.
+
+        A commit may report an error and stand: what has a head keeps its pages.
+        """
         with suppress(AdaCheckError):
-            self._drop(env, fresh)
+            with env.reading() as txn:
+                loose = [
+                    prefix for name, prefix in fresh.items()
+                    if bytes((txn.get(name) or b"")[:PREFIX_BYTES]) != prefix
+                ]  # fmt: skip
+            self._drop(env, loose)
 
     def _drop(self, env: LmdbEnv, prefixes: Iterable[bytes]) -> None:
         freed = delete_pages(env, prefixes, "lmdb.delete")

@@ -18,7 +18,9 @@ from adacheck_store.format.errors import (
     RecordNotFoundError,
     TierDamagedError,
     TierReadOnlyError,
+    UsageError,
 )
+from adacheck_store.format.head import SealedHead
 from adacheck_store.format.keys import layout_key, manifest_key
 from adacheck_store.format.record import Block
 from adacheck_store.recovery import PartPlan, RestorePlan
@@ -57,7 +59,8 @@ def compact(
     """Make a base of step ``to`` (default: the newest provable) in the object tier, part by part.
 
     What is written is read back and verified. Raises `NotProvableError` for a step that cannot
-    be produced, `TierFullError`, `TierReadOnlyError`.
+    be produced, `UsageError` for one that retention has passed, `TierFullError`,
+    `TierReadOnlyError`.
     """
     name = choose_run(store, run)
     tier = store.far
@@ -81,13 +84,13 @@ def _compact_part(
     store: Store, tier: Tier, fetcher: Fetcher, plan: RestorePlan, part: PartPlan,
     progress: Progress,
 ) -> CompactRow:  # fmt: skip
+    _refuse_below_floor(tier, plan)
     held = _held(tier, plan, part)
     source: Source
     if held is not None:
         return _row(tier, plan, part, "present", held.key, held.nbytes, held.exactness)
     if not part.deltas:
-        holder = next(t for t in store.tiers if t.traits.name in part.base.tiers)
-        source, done = TierSource(holder, part.base.key), "copied"
+        source, done = _Fetched(fetcher, part.base), "copied"
     else:
         layout = open_layout(store.tiers, plan.run, part.layout)
         base = ReplayedBase(
@@ -105,6 +108,37 @@ def _compact_part(
             tier=tier.traits.name, key=source.key, hint="check the medium; the chain is untouched",
         )  # fmt: skip
     return _row(tier, plan, part, done, source.key, ref.nbytes, ref.exactness)
+
+
+def _refuse_below_floor(tier: Tier, plan: RestorePlan) -> None:
+    """A base below the tier's floor would be ignored, and soon deleted."""
+    for floor in read_catalog([tier], plan.run).floors.get(tier.traits.name, ()):
+        kept = plan.step >= floor.step or plan.step in floor.kept
+        if plan.term in floor.terms and not kept:
+            raise UsageError(
+                f"the step lies below the floor of tier {tier.traits.name}, step {floor.step}",
+                run=plan.run, step=plan.step, hint="restore writes it to a file of its own",
+            )  # fmt: skip
+
+
+class _Fetched:
+    """A base as a source whose every block comes from a tier that has it right."""
+
+    def __init__(self, fetcher: Fetcher, ref: RecordRef) -> None:
+        self._fetcher, self._ref = fetcher, ref
+        self._sealed = fetcher.head(ref)
+        self.key = ref.key
+        self.expected_id = ref.id
+
+    def blocks(self) -> Iterator[Block]:
+        """The base's blocks; raises `BlocksLostError`."""
+        for info in self._sealed.head.arrays:
+            for index in range(len(info.digests)):
+                yield Block(info.name, index, self._fetcher.read(self._ref, info, index, 1))
+
+    def seal(self) -> SealedHead:
+        """The base's head."""
+        return self._sealed
 
 
 class _Watched:

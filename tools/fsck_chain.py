@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from adacheck_store.catalog import Catalog, RecordRef
+from adacheck_store.catalog import Catalog, Gaps, RecordRef
 from adacheck_store.format.errors import AdaCheckError
 from adacheck_store.format.keys import Term
 from adacheck_store.format.manifest import Floor, Manifest
@@ -42,15 +42,6 @@ class Spine:
         """Ids that a new start may have as parent: the term's manifest revisions."""
         found = self.catalog.manifests.items()
         return {identity for identity, m in found if m.term == self.place[0]}
-
-    def gaps(self) -> set[int]:
-        """Steps that a base declares unprovable."""
-        steps: set[int] = set()
-        for refs in self.bases.values():
-            for ref in refs:
-                if ref.gap is not None and type(ref.gap.get("from")) is int:
-                    steps.update(range(ref.gap["from"], ref.step + 1))
-        return steps
 
 
 def spines(catalog: Catalog) -> Iterator[Spine]:
@@ -200,14 +191,25 @@ def check_holes(tier: str, alone: Catalog, bad: set[str]) -> Iterator[Finding]:
             if not steps:
                 continue
             first = max(floor, _first(alone, place[0]) + 1)
-            missing = set(range(first, max(steps))) - steps - _gaps(alone, place[0])
+            declared = _gaps(alone, place[0])
             prefix = f"{alone.run}/{place[0]}/{place[1]}/{kind}/"
-            for low, high in spans(missing):
-                named = [step for step in range(low, high + 1) if f"{prefix}{step:012d}" in bad]
-                if len(named) < high - low + 1:
-                    yield finding("hole", f"no {kind} of steps {ranges(range(low, high + 1))} of "
-                                  f"{place[1]}", tier=tier, key=f"{prefix}{low:012d}")  # fmt: skip
+            named = {int(key[len(prefix) :][:12]) for key in bad if key.startswith(prefix)}
+            for low, high in _missing(first, steps, declared):
+                if sum(low <= step <= high for step in named) < high - low + 1:
+                    which = f"{low}..{high}" if high > low else str(low)
+                    yield finding("hole", f"no {kind} of steps {which} of {place[1]}", tier=tier,
+                                  key=f"{prefix}{low:012d}")  # fmt: skip
     yield from _first_bases(tier, alone)
+
+
+def _missing(first: int, steps: set[int], declared: Gaps) -> Iterator[tuple[int, int]]:
+    """Ranges between ``first`` and the last of ``steps`` that are neither held nor in a gap."""
+    held = [*((step, step) for step in steps), *declared.spans]
+    end = max(steps)
+    for low, high in Gaps(held).spans:
+        if first < low <= end:
+            yield first, low - 1
+        first = max(first, high + 1)
 
 
 def _first_bases(tier: str, alone: Catalog) -> Iterator[Finding]:
@@ -234,9 +236,10 @@ def _first(catalog: Catalog, term: str) -> int:
     return min((m.step for m in catalog.manifests.values() if m.term == term), default=0)
 
 
-def _gaps(catalog: Catalog, term: str) -> set[int]:
-    found = (spine.gaps() for spine in spines(catalog) if spine.place[0] == term)
-    return set().union(*found)
+def _gaps(catalog: Catalog, term: str) -> Gaps:
+    """Steps that any part of a term declares unprovable."""
+    places = {place for place in (*catalog.bases, *catalog.gap_spans) if place[0] == term}
+    return Gaps(span for place in places for span in catalog.gaps(place).spans)
 
 
 def check_steps(catalog: Catalog) -> Iterator[Finding | Provable]:

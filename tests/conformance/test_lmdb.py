@@ -344,3 +344,20 @@ def test_verifying_stays_fast(path: Path) -> None:
     lmdb_check.check(str(path), "lmdb")
     after = os.times()
     assert after.user + after.system - before.user - before.system < 0.5
+
+
+def test_a_commit_that_stands_and_fails_all_the_same_keeps_its_pages(path: Path) -> None:
+    """The head is visible: what it names must not be taken back as the rest of a failed put."""
+    world = World()
+    tier = LmdbTier(path)
+    tier.put(world.roots())
+    source = world.delta(1, grads())
+    failpoints.arm("lmdb.head.after=raise-eio")
+    with pytest.raises(TierUnavailableError):
+        tier.put([source])
+    assert same(tier, [source])
+    tier.put([source])
+    tier.close()
+    tier = LmdbTier(path)
+    assert same(tier, [source])
+    tier.close()

@@ -3,12 +3,13 @@
 import random
 import re
 import time
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adacheck_store.catalog import Catalog, RecordRef
+from adacheck_store.catalog import Catalog, Gaps, RecordRef
 from adacheck_store.format.errors import NotProvableError, RestoreError
 from adacheck_store.format.manifest import Manifest, PartEntry
 from adacheck_store.recovery import Prover, RestorePlan, plan_restore, tolerant_line
@@ -139,3 +140,30 @@ def test_ten_thousand_steps_plan_fast(base_every: int) -> None:
 def test_an_unknown_term_is_named() -> None:
     with pytest.raises(RestoreError, match="no such term"):
         plan_restore(chain(3, 2), term="t000009-" + "0" * 16)
+
+
+def test_a_gap_outlives_the_blocks_of_the_base_that_tells_it() -> None:
+    """The base's blocks are lost, its head is not: what it disowned is not restored."""
+    sound = chain(12, 4)
+    (place,) = sound.bases
+    gap = {"reason": "a fold differs", "from": 6}
+    bases = tuple(
+        replace(ref, origin="captured", gap=gap) if ref.step == 8 else ref
+        for ref in sound.bases[place]
+    )
+    catalog = replace(sound, bases={place: bases})
+    left = catalog.without({("near", "b8")})
+    assert plan_restore(catalog).step == 12
+    for found in (left, left.without({("near", "b12")}).without({("near", "b0")})):
+        for step in (6, 7, 8):
+            with pytest.raises(NotProvableError, match="a gap, re-based later"):
+                plan_restore(found, step)
+    assert plan_restore(left, 5).step == 5
+
+
+def test_a_gap_of_any_length_is_planned_in_no_time() -> None:
+    """A record may name any step."""
+    gaps = Gaps([(5, 10**12), (1, 2), (2, 3), (7, 8)])
+    assert gaps.spans == ((1, 3), (5, 10**12))
+    found = [step for step in (0, 1, 3, 4, 5, 10**9, 10**12, 10**12 + 1) if step in gaps]
+    assert found == [1, 3, 5, 10**9, 10**12]

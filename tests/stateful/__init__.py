@@ -1,0 +1,1 @@
+"""A state machine over whole stores."""

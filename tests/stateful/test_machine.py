@@ -1,0 +1,268 @@
+"""Anything a run can go through, in any order, against a dictionary of what the trainers had.
+
+After every rule fsck must be clean, or true: what it calls provable restores to the trainer's
+bits, and every acknowledged step that a surviving copy proves is among it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from adacheck_store import duty as duty_module
+from adacheck_store import session as session_module
+from adacheck_store import writer as writer_module
+from adacheck_store.format.errors import RestoreError, TierUnavailableError
+from adacheck_store.store import _MEMORY
+from adacheck_store.tiers import failpoints
+from tests.stateful.world import NODES, World
+
+pytestmark = pytest.mark.fault
+
+RAISING = [name for name in failpoints.names() if not name.startswith("lmdb.quarantine")]
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Short pauses, one thread for torch, no talk."""
+    monkeypatch.setattr(writer_module, "BACKOFF_S", (0.001, 0.01))
+    monkeypatch.setattr(duty_module, "BACKOFF_S", (0.001, 0.01))
+    monkeypatch.setattr(session_module, "CLOSE_S", 10.0)
+    monkeypatch.setenv("ADACHECK_NODE", NODES[0])
+    threads, level = torch.get_num_threads(), logging.root.manager.disable
+    torch.set_num_threads(1)
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(level)
+    torch.set_num_threads(threads)
+    failpoints.disarm()
+
+
+class Machine(RuleBasedStateMachine):
+    """Rules for any store."""
+
+    world: World
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = self.make()
+        self.choose = lambda items: items[0]
+
+    def make(self) -> World:
+        """An empty world."""
+        return World(None)
+
+    @initialize(seed=st.integers(0, 2**32))
+    def first(self, seed: int) -> None:
+        """A run begins."""
+        self.choose = random.Random(seed).choice
+        self.world.begin()
+        self.world.append("a", 2)
+
+    def someone(self) -> str:
+        """A live writer."""
+        return self.choose(sorted(self.world.writers))
+
+    @precondition(lambda self: self.world.writers)
+    @rule(steps=st.integers(1, 7), flush=st.booleans(), checked=st.booleans())
+    def append(self, steps: int, flush: bool, checked: bool) -> None:
+        """Train, with a captured base at every step if ``checked``."""
+        node = self.someone()
+        if self.world.append(node, steps, checked=checked) and flush:
+            self.world.flush(node)
+
+    @precondition(lambda self: self.world.writers)
+    @rule(steps=st.integers(1, 3), hard=st.booleans())
+    def skip(self, steps: int, hard: bool) -> None:
+        """The near tier fails, training goes on exposed, a captured base closes the gap."""
+        error = TierUnavailableError("planned") if hard else None
+        self.world.skip(self.someone(), steps, error)
+
+    @precondition(lambda self: self.world.writers)
+    @rule(back=st.integers(1, 4))
+    def gap(self, back: int) -> None:
+        """The last steps are found wrong."""
+        self.world.declare_gap(self.someone(), back)
+
+    @rule()
+    def compact(self) -> None:
+        """A base by hand, at some provable step."""
+        self.world.compact(self.choose)
+
+    @precondition(lambda self: self.world.writers)
+    @rule()
+    def close(self) -> None:
+        """A writer ends in order."""
+        self.world.close(self.someone())
+
+    @precondition(lambda self: self.world.writers)
+    @rule(pending=st.integers(0, 3))
+    def crash(self, pending: int) -> None:
+        """A writer dies with steps in flight."""
+        self.world.crash(self.someone(), pending)
+
+    @precondition(lambda self: len(self.world.writers) < len(NODES))
+    @rule(keep_bases=st.integers(1, 3), older=st.booleans(), first=st.booleans())
+    def begin(self, keep_bases: int, older: bool, first: bool) -> None:
+        """A writer restores and goes on: the newest step, or a fork; perhaps the second writer."""
+        free = [node for node in self.nodes() if node not in self.world.writers]
+        if not free:
+            return
+        node = free[0] if first else free[-1]
+        step = None
+        if older:
+            with self.world.read() as store:
+                found = self.world.provable(self.world.catalog(store))
+            step = self.choose(found) if found else None
+        try:
+            self.world.begin(node, step=step, keep_bases=keep_bases)
+        except RestoreError:
+            assert self.world.planted, "nothing was damaged, and nothing can be restored"
+            assert not self.world.promised_on_line()
+
+    def nodes(self) -> tuple[str, ...]:
+        """Where writers may run."""
+        return NODES[:1]
+
+    @rule(twice=st.booleans())
+    def corrupt(self, twice: bool) -> None:
+        """Flip a bit of a block in one tier; fsck must name it."""
+        self.world.close_all()
+        for _ in range(1 + twice):
+            found = self.world.corrupt(self.choose)
+            if found is not None:
+                named = {(f.tier, f.key) for f in self.world.check(self.choose)}
+                assert any(t == found[0] and key == found[1] for t, key in named), found
+
+    @invariant()
+    def truthful(self) -> None:
+        """Fsck, and some restores."""
+        if self.world.exists():
+            self.world.check(self.choose)
+
+    def teardown(self) -> None:
+        """In the end every provable step is restored."""
+        try:
+            if self.world.exists():
+                self.world.close_all()
+                self.world.check()
+        finally:
+            self.world.writers.clear()
+            _MEMORY.pop(self.world.url, None)
+
+
+class FileMachine(Machine):
+    """More rules: two nodes, files to lose, failures of the medium."""
+
+    def make(self) -> World:
+        """A store in a folder of its own."""
+        self.folder = Path(tempfile.mkdtemp(prefix="ada-stateful-"))
+        return World(self.folder / "store")
+
+    def nodes(self) -> tuple[str, ...]:
+        """Two."""
+        return NODES
+
+    @precondition(lambda self: self.world.writers)
+    @rule(point=st.sampled_from(RAISING), hit=st.integers(1, 4), steps=st.integers(1, 5),
+          eio=st.booleans())  # fmt: skip
+    def fail(self, point: str, hit: int, steps: int, eio: bool) -> None:
+        """One call of the medium fails somewhere; the writer recovers by itself."""
+        self.world.stumble(self.someone(), steps, f"{point}:{hit}=raise{'-eio' * eio}")
+
+    @rule(which=st.integers(0, 2), flush=st.booleans())
+    def drop(self, which: int, flush: bool) -> None:
+        """A tier is lost: the machine, or the object store."""
+        for node in sorted(self.world.writers):
+            if flush:
+                self.world.flush(node)
+        self.world.close_all()
+        with self.world.read() as store:
+            names = [tier.traits.name for tier in store.tiers]
+        if len(names) > 1:
+            self.world.drop(names[which % len(names)])
+
+    def teardown(self) -> None:
+        """Leave nothing behind."""
+        try:
+            super().teardown()
+        finally:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class KillMachine(FileMachine):
+    """And SIGKILL, in a child."""
+
+    @rule(point=st.sampled_from(RAISING), hit=st.integers(1, 12), steps=st.integers(1, 12))
+    def kill(self, point: str, hit: int, steps: int) -> None:
+        """A child restores, trains and is killed somewhere on the way."""
+        self.world.close_all()
+        out = self.folder / "journal.jsonl"
+        out.unlink(missing_ok=True)
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.stateful.child", str(self.folder / "store"), str(out),
+             f"{point}:{hit}", str(steps), str(self.world.next_seed())],
+            check=False, capture_output=True, text=True, timeout=120,
+            env={**os.environ, "ADACHECK_NODE": NODES[0]},
+        )  # fmt: skip
+        assert done.returncode in (0, -9) or self.world.planted, done.stderr
+        self.world.learn(out)
+
+
+def profile(examples: int, steps: int) -> settings:
+    """How much to try. What fails is not made smaller: that takes minutes, and threads race."""
+    return settings(
+        max_examples=examples, stateful_step_count=steps, deadline=None, print_blob=True,
+        suppress_health_check=list(HealthCheck), phases=(Phase.explicit, Phase.generate),
+    )  # fmt: skip
+
+
+def test_memory_short() -> None:
+    """A store in memory."""
+    run_state_machine_as_test(Machine, settings=profile(30, 15))
+
+
+def test_file_short() -> None:
+    """LMDB and zarr in a folder."""
+    run_state_machine_as_test(FileMachine, settings=profile(15, 12))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_memory_long() -> None:
+    """The long profile."""
+    run_state_machine_as_test(Machine, settings=profile(1500, 40))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_file_long() -> None:
+    """The long profile."""
+    run_state_machine_as_test(FileMachine, settings=profile(400, 40))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_killed_long() -> None:
+    """With real SIGKILLs."""
+    run_state_machine_as_test(KillMachine, settings=profile(40, 15))
