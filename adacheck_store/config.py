@@ -25,7 +25,9 @@ class Settings:
     steps between replayed bases. ``full_every``: steps between captured bases where updates cannot
     be folded (class ``unsupported``). ``object_lag`` and ``object_lag_s``: how far, in steps and in
     seconds, the object tier may stay behind. ``keep_bases``: bases a tier keeps, with what
-    follows. ``stall_timeout_s``: how long a step waits at W before training goes on exposed.
+    follows. ``max_drift``: the largest difference of any number of the state that a fold under
+    another arithmetic may have (class ``bounded``). ``stall_timeout_s``: how long a step waits at
+    W before training goes on exposed.
     ``grace_s``: age in seconds before a superseded record of the object tier is deleted.
     ``lmdb_bytes``: capacity of the LMDB tier (0: its default, 64 GiB).
     """
@@ -37,6 +39,7 @@ class Settings:
     object_lag: int = 64
     object_lag_s: float = 60.0
     keep_bases: int = 2
+    max_drift: float = 1e-3
     stall_timeout_s: float = 30.0
     grace_s: float = 60.0
     start_step: int = 0

@@ -27,6 +27,7 @@ from adacheck_store.tiers.base import Tier
 
 from .arrays import tensor_of, torch_dtype
 from .catalog import Catalog, RecordRef, read_catalog
+from .drift import Drift, measure, stretch
 from .fetch import ArrayReader, BlocksLostError, Fetcher
 from .fold import Fold, FoldReport
 from .recovery import PartPlan, RestorePlan, plan_restore
@@ -44,7 +45,11 @@ class Certificate:
 
     ``base_step`` and ``deltas`` are the largest over the parts; ``exactness`` the weakest.
     ``blocks_verified`` counts digests; ``verified_through`` is the step through which the
-    trainer's own fingerprints were checked (the base's step if no delta was folded).
+    trainer's own fingerprints were checked (the base's step if no delta was folded). In class
+    ``bounded`` ``drift`` and ``drift_ulps`` are the largest differences found by folding up to
+    the base the same way (None: nothing to measure it by), and ``differed`` counts fingerprints
+    that were not the trainer's. ``gap`` says why the chain was started anew at the base, if it
+    was.
     """
 
     step: int
@@ -56,12 +61,17 @@ class Certificate:
     fingerprints: int
     verified_through: int
     drift: float | None = None
+    drift_ulps: int | None = None
+    differed: int = 0
+    gap: str = ""
 
     def __str__(self) -> str:
+        drift = "" if self.drift is None else f", drift {self.drift:.3g}"
+        gap = f", started anew there ({self.gap})" if self.gap else ""
         return (
             f"step {self.step} = {self.base_origin} base {self.base_step} + {self.deltas} deltas, "
             f"{self.exactness}, {self.blocks_verified} blocks verified, fingerprints through step "
-            f"{self.verified_through}"
+            f"{self.verified_through}{drift}{gap}"
         )
 
 
@@ -84,7 +94,9 @@ class Restored:
     tiers: Mapping[str, int]
 
 
-_Fetched = tuple[dict[str, PartState], list[FoldReport], dict[str, dict[str, Any]]]
+_Fetched = tuple[
+    dict[str, PartState], list[FoldReport], dict[str, dict[str, Any]], Drift | None
+]  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -164,29 +176,58 @@ def _unread(catalog: Catalog, lost: int) -> list[str]:
 
 def restore_state(
     tiers: Sequence[Tier], run: str, *, step: int | None = None, term: str = "",
-    catalog: Catalog | None = None,
+    catalog: Catalog | None = None, max_drift: float = float("inf"),
 ) -> Restored:  # fmt: skip
     """The newest provable state of a run (or that of ``step``), fetched, verified and folded.
 
-    Tiers are given nearest first. Raises `RestoreError`, `NotProvableError`, or what made every
-    candidate fail.
+    Tiers are given nearest first. Where this machine's arithmetic is not the trainer's, the drift
+    of such folds is measured; if it is above ``max_drift`` no delta is folded. Raises
+    `RestoreError`, `NotProvableError`, or what made every candidate fail.
     """
+
+    catalog = catalog if catalog is not None else read_catalog(tiers, run)
 
     def work(fetcher: Fetcher, plan: RestorePlan) -> _Fetched:
         parts, reports = fetch_parts(fetcher, tiers, plan)
-        return (
-            parts,
-            reports,
-            {rank: read_extra(fetcher, refs) for rank, refs in plan.extras.items()},
-        )
+        extras = {rank: read_extra(fetcher, refs) for rank, refs in plan.extras.items()}
+        drift = None
+        if any(report.exactness == "bounded" and report.deltas for report in reports):
+            drift = _drift(fetcher, parts, plan, catalog, max_drift)
+        return parts, reports, extras, drift
 
     done = carry_out(tiers, run, work, step=step, term=term, catalog=catalog)
-    parts, reports, extras = done.result
+    parts, reports, extras, drift = done.result
     return Restored(
         step=done.plan.step, plan=done.plan, parts=parts, extras=extras,
-        certificate=certify(done.plan, reports, done.fetcher), lost=done.lost,
+        certificate=certify(done.plan, reports, done.fetcher, drift), lost=done.lost,
         reasons=done.reasons, tiers=dict(done.fetcher.used),
     )  # fmt: skip
+
+
+def _drift(
+    fetcher: Fetcher, parts: Mapping[str, PartState], plan: RestorePlan, catalog: Catalog,
+    max_drift: float,
+) -> Drift | None:  # fmt: skip
+    """The largest drift of folds that end at the plan's bases; raises if it is too large."""
+    found: Drift | None = None
+    for part in plan.parts:
+        before = stretch(catalog, part)
+        if before is None:
+            continue
+        try:
+            drift = measure(fetcher, parts[part.part].layout, *before, part.base)
+        except BlocksLostError:
+            continue  # what lies before the base is not needed
+        found = drift.joined(found)
+        if drift.absolute > max_drift and part.deltas:
+            error = ReplayMismatchError(
+                f"folding here drifts by {drift.absolute:.3g} in {drift.steps} steps, more than "
+                f"max_drift {max_drift:g}", run=plan.run, part=part.part, step=part.base.step,
+                hint="restore on a machine with the trainer's arithmetic",
+            )  # fmt: skip
+            error.last_match = part.base.step
+            raise error
+    return found
 
 
 def _with_damage(error: RestoreError, damage: AdaCheckError | None) -> RestoreError:
@@ -278,7 +319,9 @@ def _with_tensors(value: Any, reader: ArrayReader) -> Any:
     return value
 
 
-def certify(plan: RestorePlan, reports: Sequence[FoldReport], fetcher: Fetcher) -> Certificate:
+def certify(
+    plan: RestorePlan, reports: Sequence[FoldReport], fetcher: Fetcher, drift: Drift | None = None
+) -> Certificate:
     """What the folds of a plan have shown."""
     longest: PartPlan = max(plan.parts, key=lambda part: len(part.deltas))
     exactness = {report.exactness for report in reports} | {
@@ -294,6 +337,10 @@ def certify(plan: RestorePlan, reports: Sequence[FoldReport], fetcher: Fetcher) 
         blocks_verified=fetcher.blocks_verified,
         fingerprints=sum(report.checked for report in reports),
         verified_through=min(report.verified_through for report in reports),
+        drift=None if drift is None else drift.absolute,
+        drift_ulps=None if drift is None else drift.ulps,
+        differed=sum(report.differed for report in reports),
+        gap=str((longest.base.gap or {}).get("reason", "")),
     )
 
 

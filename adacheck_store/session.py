@@ -64,6 +64,7 @@ class RunSession:
         self._writer: Writer | None = None
         self._upkeep: Upkeep | None = None
         self._step = -1
+        self._mismatch = ""
         self._manifest: Manifest | None = None
         self._layouts: dict[str, Layout] = {}
         self._documents: list[RecordSource] = []
@@ -125,8 +126,9 @@ class RunSession:
             self._decided = True
             return None
         self._restored = restore_state(
-            self.store.tiers, self.run, step=step, term=term, catalog=self._catalog
-        )
+            self.store.tiers, self.run, step=step, term=term, catalog=self._catalog,
+            max_drift=self.settings.max_drift,
+        )  # fmt: skip
         self._decided = True
         return self._restored
 
@@ -199,9 +201,13 @@ class RunSession:
         self, link: Link, step: int, layout_id: str,
         base: Callable[[Link], Record], extra: Callable[[Link], Record],
     ) -> tuple[Tail, list[RecordSource]]:  # fmt: skip
-        """What the next fold starts from, and the records to put first (none if inherited)."""
+        """What the next fold starts from, and the records to put first (none if inherited).
+
+        What was folded by another arithmetic than the trainer's is no part of the new chain: a
+        third machine would have it otherwise. It begins with what was loaded.
+        """
         restored = self._restored
-        if restored is not None:
+        if restored is not None and restored.certificate.exactness != "bounded":
             plan = next((p for p in restored.plan.parts if p.part == self.part), None)
             if plan is not None and plan.layout == layout_id:
                 return Tail(base=plan.base, deltas=list(plan.deltas)), []
@@ -270,14 +276,21 @@ class RunSession:
         upkeep = Upkeep(
             self.store, run=self.run, term=self._term, part=self.part, layouts=self._layouts,
             settings=self.settings, tail=tail, backlog=backlog,
-            ask_for_base=lambda reason, first: writer.ask_for_base(reason, first),
+            ask_for_base=lambda reason, first: self._mistrust(writer, reason, first),
         )  # fmt: skip
         writer = Writer(
             self.store.near, link, step, window=self.settings.window,
             stall_timeout_s=self.settings.stall_timeout_s, on_stored=self._stored, layout=layout,
             revise=self._revise,
         )  # fmt: skip
+        if tail.base is not None:
+            upkeep.progress.exactness = tail.base.exactness
         self._upkeep, self._writer = upkeep, writer
+
+    def _mistrust(self, writer: Writer, reason: str, first: int) -> None:
+        """A fold has proven the chain wrong (called on a thread of upkeep's)."""
+        self._mismatch = reason
+        writer.ask_for_base(reason, first)
 
     def _stored(self, step: int, refs: list[RecordRef]) -> None:
         """Called on the writer's thread when a boundary has become durable."""
@@ -340,7 +353,7 @@ class RunSession:
             bytes_bases=progress.bytes_bases, bytes_drained=progress.bytes_drained,
             compactions=progress.compactions, background_cpu_s=writer.cpu_s + progress.cpu_s,
             near=self.store.near.traits.name, far=self.store.far.traits.name,
-            exactness=progress.exactness, drift=progress.drift,
+            exactness=progress.exactness, mismatch=self._mismatch,
         )  # fmt: skip
 
     def close(self) -> None:

@@ -11,8 +11,8 @@ class Status:
 
     ``step`` is the last boundary handed over, ``stored`` the last one synced in the near tier,
     ``drained`` the last one in the far tier, ``base`` the newest base. ``exposed``: training goes
-    on without being saved. ``exactness`` is the class of the newest base, ``drift`` what was
-    measured between the last captured base and its fold (class ``bounded``). Bytes are totals
+    on without being saved. ``exactness`` is the class of the newest base; ``mismatch`` says what
+    the last fold found wrong with the chain, if one ever did. Bytes are totals
     since the writer started; ``background_cpu_s`` is the processor time of the writer's and
     upkeep's threads.
     """
@@ -35,4 +35,4 @@ class Status:
     near: str
     far: str
     exactness: str = "exact"
-    drift: float | None = None
+    mismatch: str = ""

@@ -47,5 +47,4 @@ class Progress:
     bytes_bases: int = 0
     compactions: int = 0
     exactness: str = "exact"
-    drift: float | None = None
     cpu_s: float = 0.0
