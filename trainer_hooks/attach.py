@@ -10,9 +10,10 @@ import torch
 from adacheck_store.config import Settings
 from adacheck_store.session import RunSession
 
-from .checkpointer import Checkpointer, RestoreReport
+from .checkpointer import Checkpointer
 from .layouts import bind
 from .names import Model
+from .seam import RestoreReport
 
 __all__ = ["Checkpointer", "RestoreReport", "attach"]
 

@@ -35,6 +35,10 @@ class Listener(Protocol):
         """An update is about to be applied; may raise to prevent it."""
         ...
 
+    def edited_late(self, name: str) -> None:
+        """Before an update: a parameter changed since the last boundary (empty: none did)."""
+        ...
+
     def after_update(self, optimizer: int) -> None:
         """An update was applied and captured."""
         ...
@@ -166,6 +170,7 @@ class Capture:
         if self._binding is None:
             return False
         self._watch.note_edits(self._mine[number])
+        self._listener.edited_late(self._watch.edited_late())
         self._early.clear()
         return True
 

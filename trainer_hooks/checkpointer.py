@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -31,7 +30,7 @@ from .load import load, revive_grads
 from .loader import LoaderPosition
 from .names import Model
 from .rng import set_rng_state
-from .seam import Session
+from .seam import RestoreReport, Session
 from .tracked import Tracked
 from .unfolded import TREE, check_trees, described, load_trees, state_trees
 
@@ -42,29 +41,6 @@ EXIT_FLUSH_S = 600.0
 
 UPDATES_MAX = 16
 """Updates of one of several optimizers between two boundaries; each takes a buffer of its own."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RestoreReport:
-    """What `Checkpointer.restore` found.
-
-    ``step`` is the step the run goes on from (``start_step`` on a fresh run, where
-    ``certificate`` is None). ``lost`` counts newer steps that were seen and could not be proven,
-    for ``reasons``; ``tiers`` maps tiers to the bytes they gave. ``carried`` is what
-    `Checkpointer.carry` was given before that step.
-    """
-
-    step: int
-    certificate: Any = None
-    lost: int = 0
-    reasons: tuple[str, ...] = ()
-    tiers: Mapping[str, int] | None = None
-    carried: Any = None
-
-    @property
-    def fresh(self) -> bool:
-        """True where there was nothing to restore."""
-        return self.certificate is None
 
 
 class Checkpointer:
@@ -101,7 +77,7 @@ class Checkpointer:
         self._carried: Any = None
         self._failure: AdaCheckError | None = None
         self._restoring = False
-        self._warned = False
+        self._warned = self._edits_told = False
         self._open = True
         self._capture = Capture(self._optimizers, settings.policy, self)
 
@@ -197,6 +173,17 @@ class Checkpointer:
     def _most_updates(self) -> int:
         """How many updates of an optimizer may lie between boundaries."""
         return UPDATES_MAX if len(self._optimizers) > 1 else 1
+
+    def edited_late(self, name: str) -> None:
+        """Hook: say once that an edit made after ``optimizer.step()`` is not in its boundary."""
+        if name and not self._tracked.explicit and not self._edits_told:
+            self._edits_told = True
+            log.warning(
+                "parameter %r was changed after the boundary of step %d, which does not hold the "
+                "change. If the loop changes weights after optimizer.step() (clipping, averaging), "
+                "call track() before restore(), and end_step() after the change; what forward "
+                "does (max_norm) needs nothing", name, self._step,
+            )  # fmt: skip
 
     def after_update(self, optimizer: int) -> None:
         """Hook: an update was applied."""

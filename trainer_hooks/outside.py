@@ -57,6 +57,8 @@ class OutsideWatch:
         self._marks: list[Mark] = []
         self._edited: set[int] = set()
         self._outside: list[Mark] = []
+        self._frozen = [slot for slot in binding.outside if slot.item.parameter]
+        self._settled: list[Mark] = []
         self.rebase()
 
     def rebase(self) -> None:
@@ -64,6 +66,10 @@ class OutsideWatch:
         self._edited.clear()
         self._marks = [mark_of(param) for param in self._params]
         self._outside = [mark_of(slot.item.tensor) for slot in self._binding.outside]
+        self._settled = self._frozen_marks()
+
+    def _frozen_marks(self) -> list[Mark]:
+        return [mark_of(slot.item.tensor) for slot in self._frozen]
 
     def stepped(self, indices: Iterable[int]) -> None:
         """An optimizer has updated these trained slots."""
@@ -84,6 +90,13 @@ class OutsideWatch:
                 self._edited.add(index)
                 found.append(index)
         return found
+
+    def edited_late(self) -> str:
+        """A parameter that was changed since the last boundary, and not by an optimizer."""
+        marks = zip(self._frozen, self._frozen_marks(), self._settled, strict=True)
+        late = [slot for slot, now, then in marks if now != then]
+        late += [self._binding.trained[index] for index in sorted(self._edited)]
+        return late[0].item.name if late else ""
 
     def stage(self, buffer: HostBuffer) -> list[SetCopy]:
         """Copies of what may have changed otherwise since the last boundary."""
@@ -114,6 +127,7 @@ class OutsideWatch:
                     sources.append(source.detach())
                     kept.append(SetCopy(slot, role, target))
         self._edited.clear()
+        self._settled = self._frozen_marks()
         copy(targets, sources)
         return kept
 

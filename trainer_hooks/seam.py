@@ -1,8 +1,9 @@
-"""What a checkpointer needs of the store's side."""
+"""What a checkpointer needs of the store's side, and what it reports of it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from adacheck_store.boundary import Boundary, Link
@@ -47,3 +48,26 @@ class Session(Protocol):
     def close(self) -> None:
         """Stop."""
         ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoreReport:
+    """What `Checkpointer.restore` found.
+
+    ``step`` is the step the run goes on from (``start_step`` on a fresh run, where
+    ``certificate`` is None). ``lost`` counts newer steps that were seen and could not be proven,
+    for ``reasons``; ``tiers`` maps tiers to the bytes they gave. ``carried`` is what
+    `Checkpointer.carry` was given before that step.
+    """
+
+    step: int
+    certificate: Any = None
+    lost: int = 0
+    reasons: tuple[str, ...] = ()
+    tiers: Mapping[str, int] | None = None
+    carried: Any = None
+
+    @property
+    def fresh(self) -> bool:
+        """True where there was nothing to restore."""
+        return self.certificate is None

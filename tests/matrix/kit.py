@@ -158,7 +158,7 @@ def _work(name: str, out: str, store: str, mode: str, at: int | None) -> None:
         if mode == "captured":
             journal.flush()
             os.kill(os.getpid(), signal.SIGKILL)
-        ckpt.flush(60)
+        ckpt.flush(60, far=False)
         write(error=ckpt.status().last_error, gap=ckpt.status().gap)
         ckpt.close()
 

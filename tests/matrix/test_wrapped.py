@@ -9,8 +9,9 @@ from tests.matrix.kit import prove
 @pytest.mark.parametrize(
     "case",
     [
-        cases.Compiled, cases.CompiledLater, cases.CompiledInPlace, cases.CompiledStep, cases.Ddp,
-        cases.DdpLater, cases.Hooked, cases.HookedRounded,
+        cases.Compiled, cases.CompiledLater, cases.CompiledInPlace,
+        pytest.param(cases.CompiledStep, marks=pytest.mark.slow), cases.Ddp, cases.DdpLater,
+        cases.Hooked, cases.HookedRounded,
     ],
 )  # fmt: skip
 def test_restored_bit_for_bit(tmp_path, case):
