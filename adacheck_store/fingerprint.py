@@ -14,7 +14,7 @@ from adacheck_store.format.ids import BLOCK_BYTES, Buffer
 
 WORDS = BLOCK_BYTES // 4
 ROTATION = 16
-"""A delta carries the fingerprints of one block in this many, another one each step."""
+"""A large array has one block in this many fingerprinted by a delta, another one each step."""
 
 _WEIGHTS = 2 * np.arange(WORDS, dtype=np.int64) + 1
 _MASK = 2**64 - 1
@@ -33,7 +33,16 @@ def blocks_at(step: int, count: int, base_every: int) -> range:
     """Which of ``count`` blocks a delta fingerprints: all at multiples of ``base_every``."""
     if step % base_every == 0:
         return range(count)
-    return range(step % ROTATION, count, ROTATION)
+    stride = rotation(count)
+    return range(step % stride, count, stride)
+
+
+def rotation(count: int) -> int:
+    """One block in how many a delta fingerprints: about four of a small array, never fewer.
+
+    A power of two up to `ROTATION`, so that ``step % ROTATION`` says which.
+    """
+    return min(ROTATION, 1 << max(0, (count // 4).bit_length() - 1))
 
 
 def tensor_sum(pieces: list[tuple[int, torch.Tensor]]) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from adacheck_store.arrays import byte_view, torch_dtype
-from adacheck_store.fingerprint import ROTATION, block_sum
+from adacheck_store.fingerprint import ROTATION, block_sum, rotation
 from adacheck_store.format.bodies import Fingerprint
 from adacheck_store.format.dtypes import item_bytes
 from adacheck_store.format.ids import BLOCK_BYTES, block_count, iter_blocks
@@ -46,7 +46,7 @@ class _BlockPlan:
 
 
 class BlockWatch:
-    """The rotating sixteenth of the blocks: plans, copies and sums.
+    """The blocks whose turn it is, about a sixteenth: plans, copies and sums.
 
     `stage` runs on the training thread, `sums` on the writer's.
     """
@@ -69,7 +69,9 @@ class BlockWatch:
             for role, dtype in section.roles:
                 nbytes = section.elements * item_bytes(dtype)
                 # blocks_at for any step of this turn that is no multiple of base_every.
-                for index in range(turn, block_count(nbytes), ROTATION):
+                count = block_count(nbytes)
+                stride = rotation(count)
+                for index in range(turn % stride, count, stride):
                     at = len(plans) * BLOCK_BYTES
                     plans.append(self._block(section, role, index, at, nbytes))
         return plans
@@ -128,12 +130,13 @@ class BlockWatch:
             if plan.array in arrays:
                 value = block_sum(data[plan.at : plan.at + plan.nbytes])
                 found.setdefault(plan.array, []).append((plan.index, value))
-        return tuple(
-            Fingerprint(
-                array=array, first=pairs[0][0], stride=ROTATION, sums=tuple(s for _, s in pairs)
-            )
-            for array, pairs in found.items()
-        )
+        return tuple(_fingerprint(array, pairs) for array, pairs in found.items())
+
+
+def _fingerprint(array: str, pairs: list[tuple[int, int]]) -> Fingerprint:
+    first = pairs[0][0]
+    stride = pairs[1][0] - first if len(pairs) > 1 else 1
+    return Fingerprint(array=array, first=first, stride=stride, sums=tuple(s for _, s in pairs))
 
 
 def sums_of(arrays: Mapping[str, torch.Tensor]) -> tuple[Fingerprint, ...]:
