@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
+from adacheck_store.format.errors import AdaCheckError
 from adacheck_store.format.head import SealedHead
 from adacheck_store.format.ids import BLOCK_BYTES
 from adacheck_store.format.keys import parse_key
@@ -51,18 +52,34 @@ class TierSource:
         return self._sealed
 
 
-def missing_below(near: Tier, far: Tier, run: str, line: Sequence[Segment]) -> list[str]:
-    """Keys of bases, deltas and extras of the line that ``near`` has and ``far`` has not."""
-    keys: list[str] = []
-    for segment in line:
-        prefix = f"{run}/{segment.term}/"
-        have = set(far.list(prefix))
-        for text in near.list(prefix):
+def missing_below(
+    uppers: Sequence[Tier], far: Tier, run: str, line: Sequence[Segment]
+) -> list[str]:
+    """Keys of the line that some upper tier has and ``far`` has not.
+
+    Layouts, manifests, bases, deltas and extras, of every term of the line up to its end.
+    """
+    have = set(far.list(f"{run}/"))
+    segments = {segment.term: segment for segment in line}
+    keys: set[str] = set()
+    for tier in uppers:
+        for text in tier.list(f"{run}/"):
             key = parse_key(text)
-            if key.kind in ("base", "delta", "extra") and text not in have:
-                if segment.covers(key.step):
-                    keys.append(text)
-    return keys
+            if text in have or key.kind == "log":
+                continue
+            segment = segments.get(key.term)
+            if key.kind == "layout" or (segment is not None and segment.covers(key.step)):
+                keys.add(text)
+    return sorted(keys)
+
+
+def _source(uppers: Sequence[Tier], key: str) -> TierSource:
+    for tier in uppers[:-1]:
+        try:
+            return TierSource(tier, key)
+        except AdaCheckError:
+            continue
+    return TierSource(uppers[-1], key)
 
 
 def in_batches(keys: Iterable[str], most: int) -> Iterator[list[str]]:
@@ -85,9 +102,13 @@ def in_batches(keys: Iterable[str], most: int) -> Iterator[list[str]]:
             yield batch
 
 
-def copy_records(near: Tier, far: Tier, keys: Sequence[str]) -> int:
-    """Copy records to ``far`` in one put; returns the bytes of their arrays."""
-    sources = [TierSource(near, key) for key in keys]
+def copy_records(uppers: Sequence[Tier], far: Tier, keys: Sequence[str]) -> int:
+    """Copy records to ``far`` in one put, each from the first tier that has it.
+
+    Returns the bytes of their arrays; raises what the last of the upper tiers says of a record
+    that none of them gives.
+    """
+    sources = [_source(uppers, key) for key in keys]
     plain: list[Source] = list(sources)
     far.put(plain)
     return sum(source.nbytes for source in sources)

@@ -29,7 +29,7 @@ from .boundary import Boundary, Link
 from .catalog import Catalog, RecordRef, make_ref, read_catalog
 from .config import Settings, arm_failpoints, writer_info
 from .drain import missing_below
-from .recovery import tolerant_line
+from .recovery import Prover, RestorePlan, line_of, tolerant_line
 from .restore import Restored, restore_state
 from .status import Status
 from .store import Store, open_store
@@ -165,15 +165,21 @@ class RunSession:
             RecordSource(str(layout_key(self.run, sealed_layout.id)), Record(sealed_layout, {})),
             RecordSource(str(manifest_key(self.run, link.term, step)), Record(manifest, {})),
         ]
-        tail, first = self._first_base(link, step, sealed_layout.id, base, extra)
         near, far = self.store.near, self.store.far
+        tail, first = self._first_base(link, step, sealed_layout.id, base, extra)
         near.put([*shared, *first])
         near.sync()
-        backlog = [source.key for source in first]
         if near is not far:
             far.put(shared)
             far.sync()
-            backlog += self._inherited_backlog()
+        catalog = read_catalog(self.store.tiers, self.run)
+        if not first and not self._fork_stands(catalog):
+            tail, first = Tail(), self._opening(link, step, base, extra)
+            near.put(first)
+            near.sync()
+        backlog = [source.key for source in first]
+        if near is not far:
+            backlog += self._inherited_backlog(catalog)
         for source in first:
             sealed = source.record.sealed
             if sealed.head.kind == "base":
@@ -211,37 +217,34 @@ class RunSession:
             plan = next((p for p in restored.plan.parts if p.part == self.part), None)
             if plan is not None and plan.layout == layout_id:
                 return Tail(base=plan.base, deltas=list(plan.deltas)), []
-        first = [
+        return Tail(), self._opening(link, step, base, extra)
+
+    def _opening(
+        self, link: Link, step: int, base: Callable[[Link], Record],
+        extra: Callable[[Link], Record],
+    ) -> list[RecordSource]:  # fmt: skip
+        """A captured base, and the extra that goes with it, for the term to begin with."""
+        return [
             RecordSource(str(base_key(self.run, link.term, link.part, step)), base(link)),
             RecordSource(str(extra_key(self.run, link.term, link.rank, step)), extra(link)),
         ]
-        return Tail(), first
 
-    def _inherited_backlog(self) -> list[str]:
+    def _inherited_backlog(self, catalog: Catalog) -> list[str]:
         """Records of the line up to the fork that the far tier has not received yet."""
         if self._restored is None:
             return []
-        catalog = read_catalog(self.store.tiers, self.run)
-        line = tolerant_line(catalog)
-        far_manifests = set(self.store.far.list(f"{self.run}/"))
-        known = [
-            segment for segment in line
-            if any(key.startswith(f"{self.run}/{segment.term}/manifest/") for key in far_manifests)
-        ]  # fmt: skip
-        return [
-            *self._missing_documents({segment.term for segment in known}),
-            *missing_below(self.store.near, self.store.far, self.run, known),
-        ]
+        return missing_below(self.store.uppers, self.store.far, self.run, tolerant_line(catalog))
 
-    def _missing_documents(self, terms: set[str]) -> list[str]:
-        """Layouts, and manifest revisions of these terms, that the far tier has not received."""
-        have = set(self.store.far.list(f"{self.run}/"))
-        kinds = ("layout", "manifest")
-        missing = [key for key in self.store.near.list(f"{self.run}/") if key not in have]
-        return [
-            text for text in missing
-            if (key := parse_key(text)).kind in kinds and (not key.term or key.term in terms)
-        ]  # fmt: skip
+    def _fork_stands(self, catalog: Catalog) -> bool:
+        """Whether the state this term begins with is still there, now that it has a manifest.
+
+        A writer of the parent that took our claim for dead may have raised its floors meanwhile.
+        """
+        restored = self._restored
+        if restored is None:
+            return False
+        line = line_of(catalog, restored.plan.term)
+        return isinstance(Prover(catalog, line).prove(restored.step), RestorePlan)
 
     def _revise(self, link: Link, layout: Layout, step: int) -> tuple[Link, list[RecordSource]]:
         """A link under the manifest revision that names another layout, and what to put with it.
@@ -324,6 +327,11 @@ class RunSession:
             if error is not None:
                 raise error
 
+    def settle(self, timeout_s: float | None = None) -> None:
+        """Wait until nothing is in flight: what was handed over is stored or given up."""
+        if not self._running()[0].wait_stored(timeout_s):
+            raise TierError("the near tier did not answer in time", run=self.run)
+
     def flush(self, timeout_s: float | None = None, *, far: bool = True) -> None:
         """Wait until all handed over is synced in the near tier and, if ``far``, drained.
 
@@ -331,8 +339,12 @@ class RunSession:
         """
         writer, upkeep = self._running()
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        if not writer.wait_stored(timeout_s):
-            raise TierError("flush: the near tier did not answer in time", run=self.run)
+        self.settle(timeout_s)
+        if writer.gap is not None:
+            raise writer.error or TierError(
+                f"not saved since step {writer.gap['from']}: {writer.gap['reason']}",
+                run=self.run, hint="the next boundary closes the gap if the tier answers",
+            )  # fmt: skip
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
         if far and not upkeep.flush(left):
             raise upkeep.error or TierError("flush: not drained in time", run=self.run)

@@ -55,6 +55,11 @@ class Store:
         pair = (self.near,) if self.near is self.far else (self.near, self.far)
         return (pair[0], *self.others, *pair[1:])
 
+    @property
+    def uppers(self) -> tuple[Tier, ...]:
+        """All tiers but the far one, nearest first."""
+        return tuple(tier for tier in self.tiers if tier is not self.far)
+
     def close(self) -> None:
         """Close every tier; a ``memory://`` store lives on under its URL."""
         for tier in self.tiers:

@@ -63,6 +63,7 @@ class Upkeep:
         self._undrained: list[Key] = [parse_key(text) for text in backlog]
         self._oldest = time.monotonic()
         self._graves: list[tuple[float, Tier, list[str]]] = []
+        self._far_bases: set[int] = set()
         self._flushing = bool(backlog)
         self._prune_wanted: set[str] = {store.near.traits.name, store.far.traits.name}
         self._changed = threading.Condition(threading.RLock())
@@ -256,16 +257,20 @@ class Upkeep:
             self._undrained = [key for key in self._undrained if key not in done]
             self._flushing = self._flushing and bool(self._undrained)
             self._oldest = time.monotonic()
-            self._progress.drained = max([self._progress.drained, *(key.step for key in done)])
-            bases = [key.step for key in done if key.kind == "base"]
-            if bases:
-                self._progress.far_base = max([self._progress.far_base, *bases])
+            self._far_bases |= {key.step for key in done if key.kind == "base"}
+            left = [key.step - 1 for key in self._undrained]
+            reached = min(left) if left else max(key.step for key in done)
+            self._progress.drained = max(self._progress.drained, reached)
+            whole = [step for step in self._far_bases if step <= self._progress.drained]
+            if whole and max(whole) > self._progress.far_base:
+                self._progress.far_base = max(whole)
+                self._far_bases -= set(whole)
                 self._prune_wanted |= {near.traits.name, far.traits.name}
 
     def _drain_batch(self, batch: list[str]) -> None:
-        near, far = self._store.near, self._store.far
+        far = self._store.far
         try:
-            self._progress.bytes_drained += copy_records(near, far, batch)
+            self._progress.bytes_drained += copy_records(self._store.uppers, far, batch)
         except (RecordNotFoundError, FormatError) as error:
             if len(batch) > 1:
                 for key in batch:

@@ -250,7 +250,9 @@ class Writer:
             records.append((str(delta_key(*place, step)), delta))
         if base is not None:
             records.append((str(base_key(*place, step)), base))
-        records.append((str(extra_key(link.run, link.term, link.rank, step)), boundary.extra(link)))
+        if step > self._linked:  # else a base for a step that is stored, and has its extra
+            key = str(extra_key(link.run, link.term, link.rank, step))
+            records.append((key, boundary.extra(link)))
         self._near.put([*documents, *(RecordSource(key, record) for key, record in records)])
         self._near.sync()
         name = self._near.traits.name

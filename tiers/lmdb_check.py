@@ -16,7 +16,7 @@ from lmdb.verify import VerifyError, verify
 from adacheck_store.format.errors import TierDamagedError
 
 from . import durable, lock_file
-from .medium import busy
+from .medium import busy, translate
 
 DATA_FILE = "data.mdb"
 _META_BYTES = 152
@@ -34,7 +34,10 @@ def check(path: str, tier: str, *, live: bool = False) -> None:
     findings: list[str] = []
     for attempt in range(_ATTEMPTS):
         before = _transactions(path)
-        findings = _findings(path)
+        try:
+            findings = _findings(path)
+        except OSError as exc:  # it says nothing of the file: no descriptor left, a passing error
+            raise translate(exc, tier, os.path.join(path, DATA_FILE), None) from exc
         if not findings:
             return
         if not live or _transactions(path) == before:
@@ -78,8 +81,6 @@ def _findings(path: str) -> list[str]:
         return problems or _beyond_end(os.path.join(path, DATA_FILE))
     except VerifyError as exc:
         return [str(exc)]
-    except OSError as exc:
-        return [f"cannot be read: {exc.strerror}"]
     except (ValueError, IndexError, struct.error, OverflowError, RecursionError) as exc:
         return [f"the verifier failed: {exc!r}"]
 

@@ -39,6 +39,9 @@ log = logging.getLogger(__name__)
 EXIT_FLUSH_S = 600.0
 """Longest wait for the tiers when a ``with`` block is left."""
 
+FAILED_FLUSH_S = 30.0
+"""The same when it is left by an exception: the near tier alone."""
+
 UPDATES_MAX = 16
 """Updates of one of several optimizers between two boundaries; each takes a buffer of its own."""
 
@@ -76,7 +79,7 @@ class Checkpointer:
         self._kept = self._begun = settings.start_step
         self._carried: Any = None
         self._failure: AdaCheckError | None = None
-        self._restoring = False
+        self._restoring = self._loading = False
         self._warned = self._edits_told = False
         self._open = True
         self._capture = Capture(self._optimizers, settings.policy, self)
@@ -106,11 +109,12 @@ class Checkpointer:
         is touched if the state cannot be proven or is another model's.
         """
         self._must_be_open()
-        if self._assembly is not None or self._restoring:
+        if self._assembly is not None or self._loading:
             raise OrderError("restore() was called already, or training has begun")
         self._tracked.check_scheduler()
         self._restoring = True
         restored = self._session.restore(step=step)
+        self._loading = True  # up to here another step may be asked for
         if restored is None:
             self._begin(self._settings.start_step)
             return RestoreReport(step=self._step)
@@ -242,9 +246,11 @@ class Checkpointer:
                 return
             if self._failure is None or gap is not None:
                 boundary = self._boundary(gap)
-        except (UsageError, TermError):
+        except (OrderError, TermError):
             raise
         except Exception as error:
+            if isinstance(error, UsageError) and self._kept == self._begun:
+                raise  # a refusal comes at the first boundary; later, training goes on
             self.capture_failed(error)
         if boundary is None:
             boundary = self._assembly.failed(self._step, self._failure)
@@ -332,7 +338,7 @@ class Checkpointer:
         """Wait until every boundary is synced in the near tier and, if ``far``, drained."""
         if self._assembly is None:
             return
-        self._session.flush(timeout_s, far=False)
+        self._session.settle(timeout_s)
         if not any(self._updates):
             self._close_gap()
         self._session.flush(timeout_s, far=far)
@@ -374,7 +380,7 @@ class Checkpointer:
             if kind is None:
                 self.flush()
             else:
-                with contextlib.suppress(AdaCheckError):
-                    self.flush(EXIT_FLUSH_S, far=False)
+                with contextlib.suppress(Exception):  # the error that is leaving matters more
+                    self.flush(FAILED_FLUSH_S, far=False)
         finally:
             self.close()

@@ -37,6 +37,10 @@ class Session(Protocol):
         """Raise what must stop this writer."""
         ...
 
+    def settle(self, timeout_s: float | None = None) -> None:
+        """Wait until what was handed over is stored or given up."""
+        ...
+
     def flush(self, timeout_s: float | None = None, *, far: bool = True) -> None:
         """Wait until everything is synced and, if ``far``, drained."""
         ...
