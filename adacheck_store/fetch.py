@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from adacheck_store.format.errors import (
     ChainError,
     DigestMismatchError,
     FormatError,
+    MalformedError,
     RecordNotFoundError,
 )
 from adacheck_store.format.head import ArrayInfo, Head, SealedHead
@@ -171,3 +173,26 @@ class ArrayReader:
         for key in [key for key in self._cache if key[0] == array]:
             del self._cache[key]
         self._cache[array, first + count - 1] = last
+
+
+@contextmanager
+def lost_if_malformed(ref: RecordRef) -> Iterator[None]:
+    """A record whose body cannot be used is as good as lost: without it another plan is made."""
+    try:
+        yield
+    except FormatError as error:
+        raise BlocksLostError(ref, [(t, ref.key) for t in ref.tiers], error.message) from error
+
+
+@contextmanager
+def refused(reader: ArrayReader) -> Iterator[None]:
+    """What torch says of nonsense in a delta is an error of ours that names the delta."""
+    try:
+        yield
+    except (AdaCheckError, MemoryError):
+        raise
+    except Exception as error:
+        raise MalformedError(
+            f"the optimizer refuses this update: {type(error).__name__}: {error}"[:400],
+            rule="delta", hint="restore an earlier step by naming it",
+        ).at(key=reader.ref.key, **reader.head.place()) from error  # fmt: skip

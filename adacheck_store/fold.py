@@ -24,6 +24,7 @@ from adacheck_store.format.bodies import (
     grad_array,
     set_array,
 )
+from adacheck_store.format.check import check_base, check_delta
 from adacheck_store.format.dtypes import item_bytes
 from adacheck_store.format.errors import MalformedError, ReplayMismatchError
 from adacheck_store.format.ids import BLOCK_BYTES, block_count
@@ -31,7 +32,7 @@ from adacheck_store.format.layout import Layout, Section, Slice
 
 from .arrays import byte_view, from_typed, to_typed, torch_dtype
 from .engines import Piece, StepEngine
-from .fetch import ArrayReader
+from .fetch import ArrayReader, lost_if_malformed, refused
 from .fingerprint import block_sum
 from .optimizers import arithmetic_digest, spec_named
 
@@ -71,10 +72,12 @@ class FoldReport:
 class Delta:
     """A delta opened for folding: its body, and maps from slice to gradient."""
 
-    def __init__(self, reader: ArrayReader) -> None:
+    def __init__(self, reader: ArrayReader, layout: Layout) -> None:
         self.reader = reader
         self.step = reader.head.step or 0
-        self.body: DeltaBody = decode_delta(reader.head)
+        with lost_if_malformed(reader.ref):
+            self.body: DeltaBody = decode_delta(reader.head)
+            check_delta(reader.head, self.body, layout)
         self.grads: list[dict[tuple[str, int], Grad]] = [
             {(grad.section, grad.slice): grad for grad in update.grads}
             for update in self.body.updates
@@ -87,16 +90,19 @@ class Delta:
 class Fold:
     """A base with its consecutive deltas, ready to be folded into a sink.
 
-    Raises `MalformedError` where records do not fit the layout, `UnsupportedError` for an
-    optimizer that cannot be folded here, and while running `ReplayMismatchError` (class
+    Raises `BlocksLostError` for a record whose body is wrong or does not fit the layout,
+    `UnsupportedError` for an optimizer that cannot be folded here, and while running
+    `MalformedError` for an update that the optimizer refuses, and `ReplayMismatchError` (class
     ``exact`` only), whose ``last_match`` is the last step at which the differing block agreed.
     """
 
     def __init__(self, layout: Layout, base: ArrayReader, deltas: Sequence[ArrayReader]) -> None:
         self.layout = layout
         self.base = base
-        self.base_body: BaseBody = decode_base(base.head)
-        self.deltas = [Delta(reader) for reader in deltas]
+        with lost_if_malformed(base.ref):
+            self.base_body: BaseBody = decode_base(base.head)
+            check_base(base.head, self.base_body, layout)
+        self.deltas = [Delta(reader, layout) for reader in deltas]
         self.report = FoldReport(deltas=len(self.deltas), boundary=self.base_body.boundary)
         if self.deltas:
             self.report.boundary = self.deltas[-1].body.boundary
@@ -126,7 +132,8 @@ class Fold:
                     if update.optimizer != index:
                         continue
                     theirs = delta.body.arithmetic[index : index + 1]
-                    ours = arithmetic_digest(name, update.groups, dtypes)
+                    with lost_if_malformed(delta.reader.ref), refused(delta.reader):
+                        ours = arithmetic_digest(name, update.groups, dtypes)
                     if theirs != (ours,):
                         return False
         return True
@@ -243,7 +250,9 @@ class Fold:
             grads = delta.grads[number]
             stepping = [p for p in pieces if (section.name, p.slice) in grads]
             self._decode(section, delta, number, stepping)
-            self._engines[section.optimizer].apply(stepping, update.groups)
+            with refused(delta.reader):
+                self._engines[section.optimizer].apply(stepping, update.groups)
+                _refuse_new_state(stepping)
 
     def _decode(self, section: Section, delta: Delta, number: int, pieces: Sequence[Piece]) -> None:
         """Fill the pieces' gradients; neighbours kept alike are read in one run."""
@@ -346,6 +355,14 @@ class Fold:
                     values.append(base.scalars[name][index] if base else None)
             scalars[name] = tuple(values)
         return SectionState(present=tuple(present), scalars=scalars)
+
+
+def _refuse_new_state(pieces: Sequence[Piece]) -> None:
+    """State of the optimizer for which the layout has no role would be lost without a word."""
+    for piece in pieces:
+        for name, value in piece.scalars.items():
+            if isinstance(value, torch.Tensor) and value.dim():
+                raise MalformedError(f"the layout has no role {name}", rule="delta")
 
 
 def _empty_here(section: Section, item: Slice, start: int, stop: int) -> bool:

@@ -18,6 +18,7 @@ from adacheck_store.format.canonical import ArrayRef, Scalar
 from adacheck_store.format.errors import (
     AdaCheckError,
     ChainBrokenError,
+    FormatError,
     ReplayMismatchError,
     RestoreError,
 )
@@ -297,11 +298,17 @@ def read_extra(fetcher: Fetcher, refs: Sequence[RecordRef]) -> dict[str, Any]:
     """A rank's extra as a tree with torch tensors; ``refs`` as in `RestorePlan.extras`."""
     readers = {ref.step: ArrayReader(fetcher, ref) for ref in refs}
     newest = readers[refs[0].step]
-    body = decode_extra(newest.head)
-    tree = {name: _with_tensors(value, newest) for name, value in body.tree.items()}
-    for name, step in body.refs.items():
-        earlier = readers[step]
-        tree[name] = _with_tensors(decode_extra(earlier.head).tree[name], earlier)
+    ref = newest.ref
+    try:
+        body = decode_extra(newest.head)
+        tree = {name: _with_tensors(value, newest) for name, value in body.tree.items()}
+        for name, step in body.refs.items():
+            earlier = readers[step]
+            ref = earlier.ref
+            tree[name] = _with_tensors(decode_extra(earlier.head).tree[name], earlier)
+    except (FormatError, KeyError, RuntimeError, ValueError) as error:
+        pairs = [(tier, ref.key) for tier in ref.tiers]
+        raise BlocksLostError(ref, pairs, f"{type(error).__name__}: {error}"[:400]) from error
     return tree
 
 

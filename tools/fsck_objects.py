@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
@@ -46,6 +49,7 @@ def check_medium(tier: Tier, run: str = "") -> Iterator[Finding]:
 
 def _objects(tier: str, objects: LocalObjects, run: str) -> Iterator[Finding]:
     prefix = f"{run}/" if run else ""
+    yield from _neither(tier, Path(objects.path) / run)
     for owner, names in groupby(objects.list(prefix), key=owner_of):
         if not owner:
             for name in names:
@@ -60,6 +64,20 @@ def _objects(tier: str, objects: LocalObjects, run: str) -> Iterator[Finding]:
         if count:
             yield finding("unfinished", f"{count} objects that were never named", tier=tier,
                           path=str(drafts))  # fmt: skip
+
+
+def _neither(tier: str, root: Path) -> Iterator[Finding]:
+    """Links, pipes and devices: nothing is read through them, so what they hide is not checked."""
+    for folder, folders, files in os.walk(root, followlinks=False):
+        for name in (*folders, *files):
+            path = os.path.join(folder, name)
+            try:
+                mode = os.lstat(path).st_mode
+            except OSError:
+                continue  # gone since it was listed
+            if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+                what = "neither a file nor a folder: a link or a device, which is not followed"
+                yield replace(finding("foreign", what, tier=tier, path=path), unchecked=True)
 
 
 def owner_of(name: str) -> str:

@@ -1,0 +1,1 @@
+"""Stores that somebody tampers with."""
