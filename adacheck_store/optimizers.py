@@ -6,7 +6,7 @@ import hashlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -73,9 +73,37 @@ def always(*roles: str) -> Callable[[Mapping[str, Any]], tuple[str, ...]]:
     return lambda group: roles
 
 
+SHARED_ELEMENTS = 32768
+"""Tensors above this size are shared out to several threads by torch's CPU kernels."""
+
+
+def _unsteady(cls: type, group: Mapping[str, Any]) -> str:
+    """Why a group's bits cannot be folded for certain, "" if they can.
+
+    In half precision a kernel rounds the last elements of a thread's share otherwise than the
+    rest (``add`` with ``alpha``, and others), and a fold shares out otherwise than a trainer.
+    Fused SGD with momentum does not even give the same bits twice there.
+    """
+    halves = {param.dtype for param in group["params"]} & {torch.float16, torch.bfloat16}
+    if halves and cls is torch.optim.SGD and group.get("fused") and group.get("momentum"):
+        return "fused SGD with momentum does not repeat its bits in half precision"
+    large = [
+        param.dtype for param in group["params"]
+        if param.device.type == "cpu" and param.numel() > SHARED_ELEMENTS
+    ]  # fmt: skip
+    decoupled = not group.get("weight_decay") or bool(group.get("decoupled_weight_decay"))
+    steady = cls is torch.optim.AdamW or (cls is torch.optim.Adam and decoupled)
+    if torch.float16 in large or (torch.bfloat16 in large and not steady):
+        return "in half precision the bits of large parameters depend on the threads at work"
+    return ""
+
+
 def _torch(cls: type[torch.optim.Optimizer], roles: Any, *scalars: str, **more: Any) -> None:
     name = f"torch.optim.{cls.__name__}"
-    _SPECS[name] = OptimizerSpec(name=name, cls=cls, roles=roles, scalars=scalars, **more)
+    check = partial(_unsteady, cls)
+    _SPECS[name] = OptimizerSpec(
+        name=name, cls=cls, roles=roles, scalars=scalars, check=check, **more
+    )
 
 
 _SPECS: dict[str, OptimizerSpec] = {}
