@@ -29,7 +29,7 @@ from .boundary import Boundary, Link
 from .catalog import Catalog, RecordRef, make_ref, read_catalog
 from .config import Settings, arm_failpoints, writer_info
 from .drain import missing_below
-from .recovery import Prover, RestorePlan, line_of, tolerant_line
+from .recovery import Prover, RestorePlan, tolerant_line
 from .restore import Restored, restore_state
 from .status import Status
 from .store import Store, open_store
@@ -243,7 +243,7 @@ class RunSession:
         restored = self._restored
         if restored is None:
             return False
-        line = line_of(catalog, restored.plan.term)
+        line = tolerant_line(catalog, restored.plan.term)
         return isinstance(Prover(catalog, line).prove(restored.step), RestorePlan)
 
     def _revise(self, link: Link, layout: Layout, step: int) -> tuple[Link, list[RecordSource]]:

@@ -266,3 +266,20 @@ def test_file_long() -> None:
 def test_killed_long() -> None:
     """With real SIGKILLs."""
     run_state_machine_as_test(KillMachine, settings=profile(40, 15))
+
+
+def test_a_run_goes_on_though_an_ancestors_manifest_is_gone(tmp_path: Path) -> None:
+    """Each node's tier holds its own terms only; the objects and the first node are lost."""
+    world = World(tmp_path / "store")
+    world.begin("a")
+    world.append("a", 6)
+    world.close("a")
+    world.begin("b")
+    world.append("b", 9)
+    world.close("b")
+    world.drop("lmdb")
+    world.drop("zarr")
+    world.begin("b")
+    world.append("b", 5)
+    world.close("b")
+    world.check()
