@@ -230,7 +230,8 @@ class Upkeep:
         steps = {key.step for key in waiting}
         late = time.monotonic() - self._oldest > self._settings.object_lag_s
         base = any(key.kind == "base" for key in waiting)
-        return self._flushing or late or base or len(steps) >= self._settings.object_lag
+        # At half the lag: what is made while this is under way comes on top.
+        return self._flushing or late or base or 2 * len(steps) >= self._settings.object_lag
 
     def _drain(self) -> None:
         with self._changed:
