@@ -29,7 +29,7 @@ class Settings:
     another arithmetic may have (class ``bounded``). ``stall_timeout_s``: how long a step waits at
     W before training goes on exposed.
     ``grace_s``: age in seconds before a superseded record of the object tier is deleted.
-    ``lmdb_bytes``: capacity of the LMDB tier (0: its default, 64 GiB).
+    ``lmdb_bytes``: capacity of the LMDB tier (0: nine tenths of what the disk has for it).
     """
 
     policy: str = "lossless"

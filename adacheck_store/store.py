@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -139,14 +140,25 @@ def _refuse_foreign(root: Path) -> None:
 
 def _open_near(path: Path, capacity_bytes: int, troubles: list[Trouble]) -> Tier:
     """This node's LMDB for writing; one whose structure is damaged is set aside and said so."""
+    capacity = capacity_bytes or _disk_share(path)
     try:
-        return LmdbTier(path, capacity_bytes=capacity_bytes or None)
+        return LmdbTier(path, capacity_bytes=capacity)
     except TierDamagedError as error:
         aside = quarantine(str(path))
         error.hint = f"set aside as {aside}; the other tiers go on, fsck tells what they hold"
         log.warning("%s", error)
         troubles.append(Trouble(tier=lmdb_name(path.name), key="", error=error))
-        return LmdbTier(path, capacity_bytes=capacity_bytes or None)
+        return LmdbTier(path, capacity_bytes=capacity)
+
+
+def _disk_share(path: Path) -> int | None:
+    """Nine tenths of what the disk has for this LMDB: its own file, and what is free."""
+    place = next((folder for folder in (path, *path.parents) if folder.is_dir()), None)
+    if place is None:
+        return None
+    data = path / "data.mdb"
+    own = data.stat().st_blocks * 512 if data.exists() else 0
+    return (shutil.disk_usage(place).free + own) * 9 // 10
 
 
 def _open_reading(url: str, root: Path, folder: Path) -> Store:

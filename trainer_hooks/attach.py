@@ -34,6 +34,7 @@ def attach(
     start_step: int = 0,
     resume: str = "auto",
     strict: bool = False,
+    lmdb_bytes: int = 0,
     names: Mapping[str, torch.Tensor] | None = None,
 ) -> Checkpointer:
     """Keep a checkpoint of every step of a run in the store at a URL.
@@ -47,13 +48,16 @@ def attach(
     the object tier may stay behind, ``keep`` how many bases are kept. ``k``, the failure domains
     that memory survives, has no effect without agents. ``resume`` is ``auto``, ``must`` (an error
     on a run without history) or ``never``. ``strict`` raises an error of saving at the next
-    boundary. ``names`` names tensors of the optimizer that are not in the model.
+    boundary. ``lmdb_bytes`` is the LMDB tier's capacity (0: nine tenths of what its disk has; it
+    needs about ``keep`` + 1 whole states and the gradients of ``keep * base_every`` steps).
+    ``names`` names tensors of the optimizer that are not in the model.
 
     What is not supported is refused here, before the store is touched.
     """
     settings = Settings(
         policy=policy, window=window, base_every=base_every, full_every=full_every,
         object_lag=object_lag, keep_bases=keep, start_step=start_step, resume=resume, strict=strict,
+        lmdb_bytes=lmdb_bytes,
     )  # fmt: skip
     bind(model, optimizer, names)
     session = RunSession.open(store, run, cache=cache, settings=settings)
