@@ -85,12 +85,6 @@ def node_name() -> str:
     return socket.gethostname() or "localhost"
 
 
-def cache_folder() -> Path:
-    """The user's cache folder for stores without a local directory."""
-    base = environment().get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "adacheck-store"
-
-
 def writer_info() -> dict[str, str]:
     """Who writes: for a record's ``info``, never part of its id."""
     from adacheck_store import __version__

@@ -8,7 +8,6 @@ can be put together from the pieces of a block in any order, so tensors need not
 from __future__ import annotations
 
 import numpy as np
-import torch
 
 from adacheck_store.format.ids import BLOCK_BYTES, Buffer
 
@@ -43,21 +42,3 @@ def rotation(count: int) -> int:
     A power of two up to `ROTATION`, so that ``step % ROTATION`` says which.
     """
     return min(ROTATION, 1 << max(0, (count // 4).bit_length() - 1))
-
-
-def tensor_sum(pieces: list[tuple[int, torch.Tensor]]) -> int:
-    """The fingerprint of a block from its pieces on any device.
-
-    ``pieces`` are (byte offset within the block, contiguous tensor); offsets are multiples of 4
-    (slices start at multiples of 64 elements, and blocks are cut likewise).
-    """
-    total = 0
-    for offset, tensor in pieces:
-        data = tensor.detach().reshape(-1).view(torch.uint8)
-        if data.numel() % 4:
-            data = torch.cat([data, data.new_zeros(-data.numel() % 4)])
-        words = data.view(torch.int32).to(torch.int64)
-        first = offset // 4
-        weights = torch.arange(first, first + words.numel(), device=words.device)
-        total += int((words * (2 * weights + 1)).sum().item())
-    return total & _MASK

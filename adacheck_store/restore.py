@@ -6,7 +6,6 @@ taken, and said. Never guess.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -349,16 +348,3 @@ def certify(
         differed=sum(report.differed for report in reports),
         gap=str((longest.base.gap or {}).get("reason", "")),
     )
-
-
-def describe(restored: Restored) -> dict[str, Any]:
-    """The restore as plain data, for ``--json``."""
-    return {
-        "run": restored.plan.run,
-        "term": restored.plan.term,
-        "step": restored.step,
-        "lost": restored.lost,
-        "reasons": list(restored.reasons),
-        "tiers": dict(restored.tiers),
-        "certificate": dataclasses.asdict(restored.certificate),
-    }

@@ -381,13 +381,6 @@ class RunSession:
             log.warning("a background thread of run %s did not stop in time", self.run)
         self._writer = self._upkeep = None
 
-    @property
-    def restored_refs(self) -> tuple[RecordRef, ...]:
-        """Records the restored state was folded from (empty on a fresh run)."""
-        if self._restored is None:
-            return ()
-        return tuple(ref for part in self._restored.plan.parts for ref in (part.base, *part.deltas))
-
 
 def open_for_reading(url: str, cache: str | os.PathLike[str] | None = None) -> Store:
     """Open a store read-only; claims nothing."""

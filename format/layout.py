@@ -100,10 +100,6 @@ class Layout:
                 return section
         raise MalformedError(f"no section {name!r}", rule="layout")
 
-    def trained_elements(self) -> int:
-        """Parameters that an optimizer updates."""
-        return sum(piece.elements for s in self.sections if s.optimizer >= 0 for piece in s.slices)
-
     def seal(self, run: str) -> SealedHead:
         """The layout's record (it has no arrays)."""
         body = {

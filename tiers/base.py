@@ -69,14 +69,13 @@ class RecordSource:
 class TierTraits:
     """What a tier is like.
 
-    ``durable``: what is synced survives the loss of the process and of power. ``shared``: the
-    same records are seen from other machines. ``log``: keeps the run's log (conditional create).
-    ``packs``: puts of consecutive deltas or extras should come together, many at a time.
+    ``durable``: what is synced survives the loss of the process and of power. ``log``: keeps the
+    run's log (conditional create). ``packs``: puts of consecutive deltas or extras should come
+    together, many at a time.
     """
 
     name: str
     durable: bool = False
-    shared: bool = False
     log: bool = False
     packs: bool = False
 

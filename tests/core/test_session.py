@@ -390,6 +390,64 @@ def test_a_failed_put_is_a_gap_that_a_captured_base_closes(
     journal.assert_same(restore_state([far], "run", step=7))
 
 
+def test_flush_says_what_was_not_saved(pair: tuple[BrokenTier, KeptTier]) -> None:
+    """A near tier that refuses to the end: flush must not look like success."""
+    near, far = pair
+    session = session_on(near, far, KEEP)
+    toy, journal = make_toy(), Journal()
+    begin(session, toy, journal)
+    train(session, toy, journal, 5)
+    settle(session)
+    near.fault = lambda keys: TierFullError("no space")
+    train(session, toy, journal, 3)
+    with pytest.raises(TierFullError, match="no space"):
+        session.flush(WAIT_S)
+    near.fault = lambda keys: None
+    session.close()
+
+
+def test_a_base_for_a_step_that_is_stored_comes_without_its_extra(
+    pair: tuple[BrokenTier, KeptTier],
+) -> None:
+    """The chain is mistrusted from a stored step on: the base closes the gap at that step."""
+    near, far = pair
+    session = session_on(near, far, KEEP)
+    toy, journal = make_toy(), Journal()
+    begin(session, toy, journal)
+    train(session, toy, journal, 5)
+    settle(session)
+    assert session._writer is not None
+    session._writer.ask_for_base("mistrusted", 4)
+    session.append(toy.boundary(session.wants_base(now=True)))
+    session.flush(WAIT_S)
+    session.close()
+    done = restore_state([near, far], "run")
+    assert done.step == 5
+    journal.assert_same(done)
+
+
+def test_drained_is_what_the_far_tier_can_prove(pair: tuple[BrokenTier, KeptTier]) -> None:
+    """A far tier that takes bases alone has drained nothing, and the near tier keeps it all."""
+    _, far = pair
+    near, broken = KeptTier("near"), BrokenTier(far)
+    broken.fault = lambda keys: (
+        TierFullError("no space") if any("/delta/" in k or "/extra/" in k for k in keys) else None
+    )
+    session = session_on(near, broken, dataclasses.replace(KEEP, keep_bases=1))
+    toy, journal = make_toy(), Journal()
+    begin(session, toy, journal)
+    train(session, toy, journal, 20)
+    settle(session)
+    until(lambda: session.status().base == 16)
+    time.sleep(0.2)
+    assert session.status().drained < 1
+    assert [s for s in range(1, 21) if provable_at(read_catalog([near], "run"), s)] == [
+        *range(1, 21)
+    ]
+    broken.fault = lambda keys: None
+    session.close()
+
+
 def test_a_sync_that_fails_is_no_acknowledgement(pair: tuple[BrokenTier, KeptTier]) -> None:
     near, far = pair
     session = session_on(near, far)

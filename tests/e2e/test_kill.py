@@ -101,3 +101,21 @@ def test_a_folder_that_is_not_ours_is_left_alone(tmp_path, reference):
     worker = Worker(tmp_path / "w", (tmp_path / "thesis").as_uri())
     assert worker.wait() == 1
     assert [path.name for path in (tmp_path / "thesis").iterdir()] == ["chapter.txt"]
+
+
+def test_another_node_goes_on_and_then_every_lmdb_is_lost(tmp_path, reference):
+    """What the first node had not drained is drained by the second, from the first one's LMDB."""
+    store = (tmp_path / "store").as_uri()
+    first = Worker(tmp_path / "first", store, pause_s=0.03)
+    while first.last_step() < 16:
+        time.sleep(0.005)
+    first.kill()
+    second = Worker(tmp_path / "second", store, node="node-b")
+    assert second.wait() == 0
+    assert "lmdb:node-a" in second.row("restored")["tiers"]
+    shutil.rmtree(tmp_path / "store" / "lmdb")
+    lost = Worker(tmp_path / "lost", store, node="node-c", inspect=True)
+    assert lost.wait() == 0
+    for worker in (first, second, lost):
+        check_against(reference, worker)
+    assert lost.row("restored")["restored"] == STEPS

@@ -85,6 +85,7 @@ def _reference(out: str) -> None:
 def _train(out: str, store: str, options: dict) -> None:
     import warnings
 
+    from adacheck_store.tiers import failpoints
     from adacheck_store.trainer_hooks.attach import attach
 
     os.environ["ADACHECK_FAILPOINT"] = options.get("failpoint", "")
@@ -115,7 +116,8 @@ def _train(out: str, store: str, options: dict) -> None:
                 assert ckpt.end_step() == step
                 write(step=step, loss=loss.hex())
                 time.sleep(options.get("pause_s", 0.0))
-            write(final=STEPS, digest=digest(model, optimizer, schedule))
+            fired = not failpoints._armed
+            write(final=STEPS, digest=digest(model, optimizer, schedule), fired=fired)
             if options.get("flush", True):
                 ckpt.flush(60)
             status = ckpt.status()
