@@ -156,12 +156,15 @@ class Links:
             keys: Iterable[str] = [str(layout_key(head.run, link))]
         else:
             keys = self._tier.list(f"{head.run}/{head.term}/manifest/")
+        found = False
         for key in keys:
             try:
-                self._held.add(self._tier.head(key).id)
+                identity = self._tier.head(key).id
             except (FormatError, RecordNotFoundError):
                 continue
-        return link in self._held
+            self._held.add(identity)
+            found = found or identity == link  # not by what is kept: another thread may forget it
+        return found
 
 
 @contextmanager
