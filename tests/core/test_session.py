@@ -448,6 +448,32 @@ def test_drained_is_what_the_far_tier_can_prove(pair: tuple[BrokenTier, KeptTier
     session.close()
 
 
+def test_nothing_is_drained_that_the_far_tier_has_not_synced(
+    pair: tuple[BrokenTier, KeptTier],
+) -> None:
+    """What was put and not synced may be gone with the power: it does not count."""
+    near, far = pair
+    session = session_on(near, far, KEEP)
+    toy, journal = make_toy(), Journal()
+    begin(session, toy, journal)
+    session.flush(WAIT_S)
+    sync = far.sync
+
+    def fail() -> None:
+        raise TierUnavailableError("the disk is gone")
+
+    far.sync = fail
+    before = session.status().drained
+    train(session, toy, journal, 5)
+    with pytest.raises(TierUnavailableError, match="the disk is gone"):
+        session.flush(1.0)
+    assert session.status().drained == before
+    far.sync = sync
+    session.flush(WAIT_S)
+    assert session.status().drained == 5
+    session.close()
+
+
 def test_a_sync_that_fails_is_no_acknowledgement(pair: tuple[BrokenTier, KeptTier]) -> None:
     near, far = pair
     session = session_on(near, far)
