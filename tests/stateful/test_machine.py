@@ -7,12 +7,11 @@ bits, and every acknowledged step that a surviving copy proves is among it.
 from __future__ import annotations
 
 import logging
-import os
 import random
 import shutil
-import subprocess
-import sys
+import signal
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,13 +28,11 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from adacheck_store import duty as duty_module
-from adacheck_store import session as session_module
-from adacheck_store import writer as writer_module
 from adacheck_store.format.errors import RestoreError, TierUnavailableError
 from adacheck_store.store import _MEMORY
 from adacheck_store.tiers import failpoints
-from tests.stateful.world import NODES, World
+from tests.stateful import child
+from tests.stateful.world import DONE, NODES, QUICK, World
 
 pytestmark = pytest.mark.fault
 
@@ -45,9 +42,8 @@ RAISING = [name for name in failpoints.names() if not name.startswith("lmdb.quar
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Short pauses, one thread for torch, no talk."""
-    monkeypatch.setattr(writer_module, "BACKOFF_S", (0.001, 0.01))
-    monkeypatch.setattr(duty_module, "BACKOFF_S", (0.001, 0.01))
-    monkeypatch.setattr(session_module, "CLOSE_S", 10.0)
+    for module, name, value in QUICK:
+        monkeypatch.setattr(module, name, value)
     monkeypatch.setenv("ADACHECK_NODE", NODES[0])
     threads, level = torch.get_num_threads(), logging.root.manager.disable
     torch.set_num_threads(1)
@@ -103,6 +99,12 @@ class Machine(RuleBasedStateMachine):
     def gap(self, back: int) -> None:
         """The last steps are found wrong."""
         self.world.declare_gap(self.someone(), back)
+
+    @precondition(lambda self: self.world.writers)
+    @rule()
+    def prune(self) -> None:
+        """Train until the oldest steps may go, and see them gone from every tier."""
+        self.world.prune(self.someone())
 
     @rule()
     def compact(self) -> None:
@@ -172,7 +174,7 @@ class Machine(RuleBasedStateMachine):
 
 
 class FileMachine(Machine):
-    """More rules: two nodes, files to lose, failures of the medium."""
+    """More rules: two nodes, files to lose, failures of the medium, SIGKILL in a child."""
 
     def make(self) -> World:
         """A store in a folder of its own."""
@@ -202,31 +204,27 @@ class FileMachine(Machine):
         if len(names) > 1:
             self.world.drop(names[which % len(names)])
 
+    @rule(point=st.sampled_from(RAISING), hit=st.integers(1, 6), steps=st.integers(1, 12))
+    def kill(self, point: str, hit: int, steps: int) -> None:
+        """A child restores, trains and is killed somewhere on the way; node b may live."""
+        if "a" in self.world.writers:
+            self.world.close("a")
+        out = self.folder / "journal.jsonl"
+        out.unlink(missing_ok=True)
+        code = child.run(
+            self.folder / "store", out, f"{point}:{hit}", steps, self.world.next_seed()
+        )
+        said = self.world.learn(out)
+        assert code in (0, -signal.SIGKILL), said
+        assert not said or self.world.planted, said
+        DONE["killed" if code else "unharmed"] += 1
+
     def teardown(self) -> None:
         """Leave nothing behind."""
         try:
             super().teardown()
         finally:
             shutil.rmtree(self.folder, ignore_errors=True)
-
-
-class KillMachine(FileMachine):
-    """And SIGKILL, in a child."""
-
-    @rule(point=st.sampled_from(RAISING), hit=st.integers(1, 12), steps=st.integers(1, 12))
-    def kill(self, point: str, hit: int, steps: int) -> None:
-        """A child restores, trains and is killed somewhere on the way."""
-        self.world.close_all()
-        out = self.folder / "journal.jsonl"
-        out.unlink(missing_ok=True)
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.stateful.child", str(self.folder / "store"), str(out),
-             f"{point}:{hit}", str(steps), str(self.world.next_seed())],
-            check=False, capture_output=True, text=True, timeout=120,
-            env={**os.environ, "ADACHECK_NODE": NODES[0]},
-        )  # fmt: skip
-        assert done.returncode in (0, -9) or self.world.planted, done.stderr
-        self.world.learn(out)
 
 
 def profile(examples: int, steps: int) -> settings:
@@ -237,35 +235,47 @@ def profile(examples: int, steps: int) -> settings:
     )  # fmt: skip
 
 
+COMMON = {
+    "checked", "restored", "went on", "forked", "exposed", "disowned", "pruned", "crashed",
+    "compact folded", "compact present",
+}  # fmt: skip
+ON_DISK = COMMON | {
+    "damaged lmdb", "damaged zarr", "dropped lmdb", "dropped zarr", "stumbled", "fenced",
+    "compact copied", "killed", "unharmed",
+}  # fmt: skip
+
+
+def attempt(machine: type[Machine], examples: int, steps: int, wanted: set[str]) -> None:
+    """Run a machine, and see that everything wanted has happened."""
+    before = Counter(DONE)
+    run_state_machine_as_test(machine, settings=profile(examples, steps))
+    done = DONE - before
+    print(dict(done))
+    assert wanted <= done.keys(), wanted - done.keys()
+
+
 def test_memory_short() -> None:
     """A store in memory."""
-    run_state_machine_as_test(Machine, settings=profile(30, 15))
+    attempt(Machine, 30, 15, {"checked", "restored"})
 
 
 def test_file_short() -> None:
     """LMDB and zarr in a folder."""
-    run_state_machine_as_test(FileMachine, settings=profile(15, 12))
+    attempt(FileMachine, 15, 12, {"checked", "restored"})
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_memory_long() -> None:
     """The long profile."""
-    run_state_machine_as_test(Machine, settings=profile(1500, 40))
+    attempt(Machine, 1500, 40, COMMON | {"damaged memory"})
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 def test_file_long() -> None:
     """The long profile."""
-    run_state_machine_as_test(FileMachine, settings=profile(400, 40))
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(7200)
-def test_killed_long() -> None:
-    """With real SIGKILLs."""
-    run_state_machine_as_test(KillMachine, settings=profile(40, 15))
+    attempt(FileMachine, 400, 40, ON_DISK)
 
 
 def test_a_run_goes_on_though_an_ancestors_manifest_is_gone(tmp_path: Path) -> None:

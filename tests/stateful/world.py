@@ -12,6 +12,7 @@ import os
 import secrets
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -21,6 +22,9 @@ from typing import Any
 import pytest
 import torch
 
+from adacheck_store import duty as duty_module
+from adacheck_store import session as session_module
+from adacheck_store import writer as writer_module
 from adacheck_store.arrays import byte_view
 from adacheck_store.catalog import Catalog, RecordRef, read_catalog
 from adacheck_store.config import Settings
@@ -33,6 +37,8 @@ from adacheck_store.format.errors import (
     TierReadOnlyError,
     UsageError,
 )
+from adacheck_store.format.keys import parse_key
+from adacheck_store.format.manifest import Manifest
 from adacheck_store.recovery import Prover, tolerant_line
 from adacheck_store.restore import Restored, restore_state
 from adacheck_store.session import RunSession
@@ -54,6 +60,14 @@ SETTINGS = Settings(
     base_every=BASE_EVERY, object_lag=3, grace_s=0.0, stall_timeout_s=5.0, lmdb_bytes=64 << 20
 )
 NODES = ("a", "b")
+QUICK: tuple[tuple[Any, str, Any], ...] = (
+    (writer_module, "BACKOFF_S", (0.001, 0.01)),
+    (duty_module, "BACKOFF_S", (0.001, 0.01)),
+    (session_module, "CLOSE_S", 10.0),
+)
+"""Short pauses: module, name, value."""
+DONE: Counter[str] = Counter()
+"""How often what happened, in all worlds: so that one can see that a profile tries everything."""
 
 Place = tuple[str, int]
 """Term and step."""
@@ -126,6 +140,7 @@ class Writer:
     toy: Toy
     term: str
     broken: list[BrokenTier]
+    keep_bases: int
     acknowledged: list[RecordRef] = field(default_factory=list)
     noted: int = 0
 
@@ -178,14 +193,17 @@ class World:
                 if self.trust_truth:
                     self.check_restored(restored)
                 load(toy, restored.parts[PART], None, self.seed)  # type: ignore[arg-type]
+            else:
+                self._log(fresh=digest_of_toy(toy))
             session.start(toy.layout, start_step=toy.step, base=toy.base, extra=toy.extra)
         except BaseException:
             session.close()
             raise
         term = session.status().term
         if restored is not None:
+            DONE["forked" if step is not None else "went on"] += 1
             self._born(term, restored.plan.term, restored.step)
-        writer = self.writers[node] = Writer(node, session, toy, term, broken)
+        writer = self.writers[node] = Writer(node, session, toy, term, broken, keep_bases)
         self._note(writer)
         self._watch(writer)
         if restored is None:
@@ -203,19 +221,35 @@ class World:
         self.seed += 1
         return self.seed
 
-    def learn(self, journal_file: Path) -> None:
-        """Take over what a child that may have been killed has written down."""
+    def learn(self, journal_file: Path) -> str:
+        """Take over what a child that may have been killed has written down; its errors."""
+        fresh, said = "", ""
         for line in journal_file.read_text().splitlines() if journal_file.exists() else ():
             row = json.loads(line)
-            if "trained" in row:
+            if "fresh" in row:
+                fresh = row["fresh"]
+            elif "trained" in row:
                 term, step, digest = row["trained"]
                 self.truth[term, step] = digest
             elif "born" in row:
                 term, parent, step = row["born"]
                 self.parents[term] = (parent, step)
-            else:
+            elif "acknowledged" in row:
                 term, step = row["acknowledged"]
                 self.promised.add((term, step))
+            else:
+                said += str(row)
+        with self.read() as store:
+            for manifest in self.catalog(store).manifests.values():
+                self._adopt(manifest, fresh)
+        return said
+
+    def _adopt(self, manifest: Manifest, fresh: str) -> None:
+        """A term that began, of which the child had no time to tell."""
+        if manifest.parent_term:
+            self.parents.setdefault(manifest.term, (manifest.parent_term, manifest.fork_step))
+        elif not any(term == manifest.term for term, _ in self.truth):
+            self.truth[manifest.term, manifest.step] = fresh
 
     def _watch(self, writer: Writer) -> None:
         """Hear of every record that becomes durable."""
@@ -253,6 +287,7 @@ class World:
             self.settle(writer)
             writer.session.check()
         except TermError:
+            DONE["fenced"] += 1
             self.close(node)
             return False
         return True
@@ -292,11 +327,13 @@ class World:
             error if any("/delta/" in key or "/extra/" in key for key in keys) else None
         )
         there = self.append(node, steps)
+        DONE["exposed"] += there and writer.session.status().exposed
         writer.broken[0].fault = lambda keys: None
         return there and self._close_gap(node)
 
     def declare_gap(self, node: str, back: int) -> bool:
         """Something finds the last steps wrong: they are disowned, a captured base follows."""
+        DONE["disowned"] += 1
         writer = self.writers[node]
         first = max(self._begun(writer.term) + 1, writer.toy.step - back + 1)
         inner = writer.session._writer
@@ -312,6 +349,21 @@ class World:
         }
         return self._close_gap(node)
 
+    def prune(self, node: str) -> bool:
+        """Train until what lies before the last bases can be deleted, and see that it is."""
+        writer = self.writers[node]
+        if not (self.append(node, (writer.keep_bases + 1) * BASE_EVERY) and self.flush(node)):
+            return False
+        if not self.planted:
+            low = writer.toy.step - (writer.keep_bases + 1) * BASE_EVERY
+            with self.read() as store:
+                for tier in store.tiers:
+                    held = [parse_key(key) for key in tier.list(f"{RUN}/{writer.term}/")]
+                    steps = [key.step for key in held if key.kind == "delta"]
+                    assert min(steps, default=writer.toy.step) > low, (tier.traits.name, steps)
+            DONE["pruned"] += 1
+        return True
+
     def _begun(self, term: str) -> int:
         return min(step for name, step in self.truth if name == term)
 
@@ -325,6 +377,7 @@ class World:
                 with suppress(TierError):  # it says what is not saved
                     there = self.flush(node)
             there = there and self._close_gap(node)
+            DONE["stumbled"] += not failpoints._armed
         finally:
             failpoints.disarm()
             self.stumbling = False
@@ -345,6 +398,7 @@ class World:
 
     def crash(self, node: str, pending: int) -> None:
         """A writer whose last steps never arrive; nothing it does from here on has an effect."""
+        DONE["crashed"] += 1
         writer = self.writers[node]
 
         def dead(keys: list[str]) -> Exception:
@@ -391,6 +445,7 @@ class World:
                 assert step < max(floor.step for floor in self.catalog(store).floors["zarr"])
                 return
             again = list(compact(store, RUN, to=rows[0].step))
+        DONE[f"compact {rows[0].done}"] += 1
         assert {row.done for row in again} == {"present"}
 
     def catalog(self, store: Store) -> Catalog:
@@ -462,6 +517,7 @@ class World:
         if self.root is not None and not self._change_files(name, data, bytes(changed)):
             return None
         self.damaged |= {(name, held) for held in keys}
+        DONE[f"damaged {name.partition(':')[0]}"] += 1
         self._cut()
         return name, key
 
@@ -477,6 +533,7 @@ class World:
     def drop(self, tier: str) -> None:
         """Lose a tier: a node's LMDB, or all objects."""
         assert self.root is not None
+        DONE[f"dropped {tier.partition(':')[0]}"] += 1
         if tier == "zarr":
             shutil.rmtree(self.root / "objects")
         else:
@@ -528,6 +585,7 @@ class World:
     def _check(self, choose: Callable[[list[int]], int] | None) -> list[Finding]:
         with self.read() as store:
             rows = list(fsck(store, ""))
+            DONE["checked"] += 1
             findings = [row for row in rows if isinstance(row, Finding)]
             if not self.planted:
                 assert not [row for row in findings if row.severity == DAMAGE], findings
@@ -541,7 +599,9 @@ class World:
             assert set(steps) >= set(self.provable(catalog))
             self._keep_promises(catalog, set(steps))
             wanted = steps if choose is None or not steps else {steps[-1], choose(steps)}
+            DONE["nothing provable"] += not steps
             for step in sorted(wanted):
+                DONE["restored"] += 1
                 self.check_restored(restore_state(store.tiers, RUN, step=step))
             if steps:  # restore mends a record from two damaged copies, fsck does not say so
                 newest = restore_state(store.tiers, RUN)
