@@ -12,7 +12,7 @@ from adacheck_store.format.keys import parse_key
 from adacheck_store.format.record import Block
 from adacheck_store.tiers.base import Source, Tier
 
-from .recovery import Segment
+from .proof import Segment
 
 RUN_BLOCKS = 4
 """Blocks read from the upper tier at once."""

@@ -1,8 +1,7 @@
 """Planning a restore: a pure function from a catalog to the newest step it can prove.
 
-The line is the newest term that has a manifest, with its ancestors up to their fork steps.
-Along the line every part is proven step by step from its bases: a base at s proves s, and a
-delta proves s+1 from a proven s whose link (the id a base of s has as parent) is its parent.
+The line is the newest term that has a manifest, with its ancestors up to their fork steps. A step
+of it is provable if every part (see `proof`) and every extra is.
 """
 
 from __future__ import annotations
@@ -15,57 +14,7 @@ from adacheck_store.format.errors import ChainBrokenError, NotProvableError, Res
 from adacheck_store.format.manifest import Manifest
 
 from .catalog import Catalog, Gaps, RecordRef
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Segment:
-    """A term's stretch of the line: steps ``first`` .. ``last`` (None: open end).
-
-    ``manifest`` is the newest revision; ``revisions`` are all that were found, oldest first.
-    """
-
-    term: str
-    manifest_id: str
-    manifest: Manifest
-    first: int
-    last: int | None
-    revisions: tuple[tuple[str, Manifest], ...] = ()
-
-    def covers(self, step: int) -> bool:
-        """True if the step belongs to this term (a fork step to both, the parent first)."""
-        return self.first <= step and (self.last is None or step <= self.last)
-
-    def revision(self, step: int) -> tuple[str, Manifest]:
-        """The revision in force at a step: the newest that begins at or before it."""
-        found = (self.manifest_id, self.manifest)
-        for identity, manifest in reversed(self.revisions):
-            found = (identity, manifest)
-            if manifest.step <= step:
-                break
-        return found
-
-
-@dataclass(frozen=True, slots=True)
-class Proof:
-    """How a part's state at a step is produced: a base, or a proof one step before and a delta."""
-
-    link: str
-    layout: str
-    base: RecordRef | None = None
-    delta: RecordRef | None = None
-    prior: Proof | None = None
-    length: int = 0
-
-    def records(self) -> tuple[RecordRef, tuple[RecordRef, ...]]:
-        """The base, and the deltas to fold into it in order."""
-        deltas: list[RecordRef] = []
-        proof: Proof = self
-        while proof.prior is not None:
-            assert proof.delta is not None
-            deltas.append(proof.delta)
-            proof = proof.prior
-        assert proof.base is not None
-        return proof.base, tuple(reversed(deltas))
+from .proof import Proof, Segment, by_step, prove_part, sole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,70 +99,6 @@ def _walk(catalog: Catalog, term: str) -> tuple[tuple[Segment, ...], str]:
     return tuple(reversed(segments)), ""
 
 
-Proofs = dict[int, dict[str, Proof]]
-"""Step -> link -> proof: what is provable of a part within one term."""
-
-
-def _by_step(refs: Sequence[RecordRef]) -> dict[int, list[RecordRef]]:
-    found: dict[int, list[RecordRef]] = defaultdict(list)
-    for ref in refs:
-        found[ref.step].append(ref)
-    return found
-
-
-def prove_part(catalog: Catalog, line: Sequence[Segment], part: str) -> dict[str, Proofs]:
-    """Every provable step of a part along the line, by term."""
-    proven: dict[str, Proofs] = {}
-    parent: Proofs = {}
-    for segment in line:
-        parent = proven[segment.term] = _prove_segment(catalog, segment, part, parent)
-    return proven
-
-
-def _prove_segment(catalog: Catalog, segment: Segment, part: str, parent: Proofs) -> Proofs:
-    """Every step of a term that its own records prove, given the parent's proofs.
-
-    At its first step a term with a parent has what the tips give, under the links that its first
-    delta may name. A base replayed within a gap was folded through what the gap disowns.
-    """
-    place = (segment.term, part)
-    bases = _by_step(catalog.bases.get(place, ()))
-    deltas = _by_step(catalog.deltas.get(place, ()))
-    blocked = catalog.gaps(place)
-    opening = _inherited(segment, parent, part)
-    proven: Proofs = {segment.first: opening} if opening else {}
-    for step in sorted(s for s in {*bases, *deltas} if segment.covers(s)):
-        before = proven.get(step - 1, {})
-        here = dict(proven.get(step, {}))
-        for ref in () if step in blocked else deltas[step]:
-            prior = before.get(ref.parent)
-            if prior is not None and prior.layout == ref.layout:
-                here[ref.id] = Proof(
-                    ref.id, ref.layout, delta=ref, prior=prior, length=prior.length + 1
-                )
-        for ref in sorted(bases[step], key=lambda ref: _base_preference(catalog, ref)):
-            if ref.origin == "captured" or step not in blocked:
-                here[ref.parent] = Proof(ref.parent, ref.layout, base=ref)
-        if here:
-            proven[step] = here
-    return proven
-
-
-def _base_preference(catalog: Catalog, ref: RecordRef) -> tuple[bool, bool, int, str]:
-    """Later is better: its revision known, captured, more holders, then any fixed order."""
-    known = ref.manifest in catalog.manifests
-    return (known, ref.origin == "captured", len(ref.tiers), ref.key)
-
-
-def _inherited(segment: Segment, parent: Proofs, part: str) -> dict[str, Proof]:
-    """The parent's state at the fork step, under the links that this term's first delta names."""
-    tip = segment.manifest.tips.get(part, "")
-    proof = parent.get(segment.first, {}).get(tip)
-    if proof is None or not segment.manifest.parent_term:
-        return {}
-    return {identity: replace(proof, link=identity) for identity, _ in segment.revisions}
-
-
 class Prover:
     """Proofs of all parts along a line, computed once; answers for any step."""
 
@@ -227,7 +112,7 @@ class Prover:
             for entry in manifest.parts
         }
         self.parts = {part: prove_part(catalog, self.line, part) for part in sorted(parts)}
-        self._extras = {place: _by_step(refs) for place, refs in catalog.extras.items()}
+        self._extras = {place: by_step(refs) for place, refs in catalog.extras.items()}
         self._held: dict[tuple[str, str], tuple[set[int], Gaps]] = {}
 
     def segment_of(self, step: int) -> Segment | None:
@@ -290,10 +175,9 @@ class Prover:
 
     def _proof(self, segment: Segment, part: str, step: int) -> Proof | str:
         proofs = self.parts[part].get(segment.term, {}).get(step, {})
-        starts = {identity for identity, _ in segment.revisions}
         if not proofs:
             return self._why(segment, part, step)
-        if len(proofs.keys() - starts) > 1:
+        if not sole(proofs, segment):
             return "has two records of different ids for this step"
         why = ""
         for proof in sorted(proofs.values(), key=lambda p: (p.length, p.link)):

@@ -1,0 +1,150 @@
+"""Proof: which steps of a part its records can produce, along the line. The chain rules as code.
+
+Step by step from its bases: a base at s proves s, and a delta proves s+1 from a proven s whose
+link (the id a base of s has as parent) is its parent.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from adacheck_store.format.manifest import Manifest
+
+from .catalog import Catalog, Gaps, RecordRef
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """A term's stretch of the line: steps ``first`` .. ``last`` (None: open end).
+
+    ``manifest`` is the newest revision; ``revisions`` are all that were found, oldest first.
+    """
+
+    term: str
+    manifest_id: str
+    manifest: Manifest
+    first: int
+    last: int | None
+    revisions: tuple[tuple[str, Manifest], ...] = ()
+
+    def covers(self, step: int) -> bool:
+        """True if the step belongs to this term (a fork step to both, the parent first)."""
+        return self.first <= step and (self.last is None or step <= self.last)
+
+    def revision(self, step: int) -> tuple[str, Manifest]:
+        """The revision in force at a step: the newest that begins at or before it."""
+        found = (self.manifest_id, self.manifest)
+        for identity, manifest in reversed(self.revisions):
+            found = (identity, manifest)
+            if manifest.step <= step:
+                break
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """How a part's state at a step is produced: a base, or a proof one step before and a delta."""
+
+    link: str
+    layout: str
+    base: RecordRef | None = None
+    delta: RecordRef | None = None
+    prior: Proof | None = None
+    length: int = 0
+
+    def records(self) -> tuple[RecordRef, tuple[RecordRef, ...]]:
+        """The base, and the deltas to fold into it in order."""
+        deltas: list[RecordRef] = []
+        proof: Proof = self
+        while proof.prior is not None:
+            assert proof.delta is not None
+            deltas.append(proof.delta)
+            proof = proof.prior
+        assert proof.base is not None
+        return proof.base, tuple(reversed(deltas))
+
+
+Proofs = dict[int, dict[str, Proof]]
+"""Step -> link -> proof: what is provable of a part within one term."""
+
+
+def by_step(refs: Sequence[RecordRef]) -> dict[int, list[RecordRef]]:
+    """References by their steps."""
+    found: dict[int, list[RecordRef]] = defaultdict(list)
+    for ref in refs:
+        found[ref.step].append(ref)
+    return found
+
+
+def prove_part(catalog: Catalog, line: Sequence[Segment], part: str) -> dict[str, Proofs]:
+    """Every provable step of a part along the line, by term."""
+    proven: dict[str, Proofs] = {}
+    parent: Proofs = {}
+    for segment in line:
+        parent = proven[segment.term] = _prove_segment(catalog, segment, part, parent)
+    return proven
+
+
+def _prove_segment(catalog: Catalog, segment: Segment, part: str, parent: Proofs) -> Proofs:
+    """Every step of a term that its own records prove, given the parent's proofs."""
+    place = (segment.term, part)
+    return prove_steps(
+        opening(segment, parent, part), segment,
+        by_step(catalog.bases.get(place, ())), by_step(catalog.deltas.get(place, ())),
+        catalog.gaps(place), catalog.manifests,
+    )  # fmt: skip
+
+
+def prove_steps(
+    proven: Proofs, segment: Segment, bases: Mapping[int, Sequence[RecordRef]],
+    deltas: Mapping[int, Sequence[RecordRef]], blocked: Gaps, manifests: Mapping[str, Manifest],
+    since: int = 0,
+) -> Proofs:  # fmt: skip
+    """Add to ``proven`` every step of a term, from ``since`` on, that its records prove.
+
+    ``proven`` holds what is known before: the `opening`, and steps below ``since``. A base
+    replayed within a gap was folded through what the gap disowns.
+    """
+    for step in sorted(s for s in {*bases, *deltas} if s >= since and segment.covers(s)):
+        before = proven.get(step - 1, {})
+        here = dict(proven.get(step, {}))
+        for ref in () if step in blocked else deltas.get(step, ()):
+            prior = before.get(ref.parent)
+            if prior is not None and prior.layout == ref.layout:
+                here[ref.id] = Proof(
+                    ref.id, ref.layout, delta=ref, prior=prior, length=prior.length + 1
+                )
+        for ref in sorted(bases.get(step, ()), key=lambda ref: _base_preference(manifests, ref)):
+            if ref.origin == "captured" or step not in blocked:
+                here[ref.parent] = Proof(ref.parent, ref.layout, base=ref)
+        if here:
+            proven[step] = here
+    return proven
+
+
+def _base_preference(
+    manifests: Mapping[str, Manifest], ref: RecordRef
+) -> tuple[bool, bool, int, str]:
+    """Later is better: its revision known, captured, more holders, then any fixed order."""
+    known = ref.manifest in manifests
+    return (known, ref.origin == "captured", len(ref.tiers), ref.key)
+
+
+def opening(segment: Segment, parent: Proofs, part: str) -> Proofs:
+    """What a term with a parent has at its first step: what the tips name of the parent's state.
+
+    It stands under the links that the term's first delta may name.
+    """
+    tip = segment.manifest.tips.get(part, "")
+    proof = parent.get(segment.first, {}).get(tip)
+    if proof is None or not segment.manifest.parent_term:
+        return {}
+    links = {identity: replace(proof, link=identity) for identity, _ in segment.revisions}
+    return {segment.first: links}
+
+
+def sole(proofs: Mapping[str, Proof], segment: Segment) -> bool:
+    """True if a step has one state: its proofs' links, but those that start anew, are one."""
+    return len(proofs.keys() - {identity for identity, _ in segment.revisions}) <= 1
