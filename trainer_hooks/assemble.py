@@ -5,20 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 from adacheck_store.boundary import Link
 from adacheck_store.config import Settings
 from adacheck_store.format.errors import AdaCheckError
 from adacheck_store.format.record import Record
 
 from .blocks import BlockWatch
-from .capture import CapturedUpdate
 from .capture_base import boundary_groups, existing_arrays, fill_area, section_states
 from .encode import ClosedBoundary, Encoder
+from .held import typed_groups
 from .layouts import Binding
 from .outside import OutsideWatch, SetCopy
 from .stager import HostBuffer, Stager, StateArea
+from .updates import CapturedUpdate
 
 
 class StartBoundary(ClosedBoundary):
@@ -51,8 +50,6 @@ class Assembly:
     def _filled_area(self) -> StateArea:
         area = self.stager.area()
         fill_area(self.binding, area)
-        if self.stager.device:
-            torch.cuda.synchronize()
         return area
 
     def _release(self, buffer: HostBuffer | None, area: StateArea | None) -> None:
@@ -70,17 +67,16 @@ class Assembly:
         """The boundary before the first update: everything as it stands is known from here on."""
         buffer = self.stager.acquire()
         copies = self.watch.stage(buffer)
-        buffer.landed(self.stager.device)
+        groups, states = boundary_groups(self.binding), section_states(self.binding)
+        buffer.landed()
         buffer.settle()
         self.watch.rebase()
         self.encoder.stored.rebase(copies)
-        groups = boundary_groups(self.binding)
-        self.encoder.arithmetic(groups)
+        self.encoder.arithmetic([typed_groups(held) for held in groups])
         return StartBoundary(
             step=step, encoder=self.encoder, buffer=buffer, area=None, updates=(), copies=copies,
             groups=groups, arrays=existing_arrays(self.binding),
-            states=section_states(self.binding), extras=extras, on_release=self._release,
-            start=True,
+            states=states, extras=extras, on_release=self._release, start=True,
         )  # fmt: skip
 
     def boundary(
@@ -98,14 +94,15 @@ class Assembly:
             else:
                 self._blocks.stage(step, buffer)
             copies = self.watch.stage(buffer)
-            buffer.landed(self.stager.device)
-            return ClosedBoundary(
+            closed = ClosedBoundary(
                 step=step, encoder=self.encoder, buffer=buffer, area=area, updates=updates,
                 copies=copies, groups=boundary_groups(self.binding),
                 arrays=existing_arrays(self.binding),
                 states=section_states(self.binding) if gap is not None else {},
                 extras=extras, on_release=self._release, gap=gap,
             )  # fmt: skip
+            buffer.landed()
+            return closed
         except BaseException:
             self._release(buffer, area)
             raise

@@ -14,8 +14,9 @@ from adacheck_store.format.dtypes import item_bytes
 from adacheck_store.format.ids import BLOCK_BYTES, block_count, iter_blocks
 from adacheck_store.format.layout import Section
 
+from .copies import copy
 from .layouts import Binding, Slot
-from .stager import HostBuffer, copy
+from .stager import HostBuffer
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,21 +8,27 @@ staged just before it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from adacheck_store.format.bodies import Groups
-from adacheck_store.format.errors import TermError, UnsupportedError, UsageError
-from adacheck_store.optimizers import group_values
+from adacheck_store.format.errors import (
+    OrderError,
+    TermError,
+    UnsupportedError,
+    UsageError,
+)
 
+from .copies import copy, host_copy, host_memory, recording, remote
+from .graphs import Recording
+from .held import held_groups
 from .hooks import StepHooks
 from .layouts import Binding, state_roles
 from .outside import OutsideWatch
 from .pending import PendingGrads
-from .stager import GradArea, HostBuffer, Stager, copy, round_into, staged_dtype
+from .stager import GradArea, HostBuffer, Stager, round_into, staged_dtype
+from .updates import CapturedUpdate
 
 FUSED_WIDTH = 16
 """Elements that the widest fused kernel takes at once (AVX-512; 8 under AVX2)."""
@@ -30,6 +36,11 @@ FUSED_WIDTH = 16
 
 class Listener(Protocol):
     """Who is told about updates, on the training thread."""
+
+    @property
+    def explicit(self) -> bool:
+        """Whether a boundary is closed by a call, not by an update."""
+        ...
 
     def before_update(self, optimizer: int) -> None:
         """An update is about to be applied; may raise to prevent it."""
@@ -46,22 +57,6 @@ class Listener(Protocol):
     def capture_failed(self, error: Exception) -> None:
         """An update was, or will be, applied that could not be captured."""
         ...
-
-
-@dataclass(slots=True)
-class CapturedUpdate:
-    """One applied update of an optimizer, whose gradients lie in an area of a buffer.
-
-    ``given`` are the trained slots that had a gradient; ``late`` maps slots to gradients that do
-    not fit the staging's dtype; ``scales`` are observed clip coefficients.
-    """
-
-    optimizer: int
-    groups: Groups
-    area: GradArea
-    given: set[int] = field(default_factory=set)
-    late: dict[int, torch.Tensor] = field(default_factory=dict)
-    scales: Sequence[torch.Tensor] = ()
 
 
 class Capture:
@@ -82,6 +77,7 @@ class Capture:
         self._updates: list[CapturedUpdate] = []
         self._scales: list[torch.Tensor] = []
         self._early: dict[int, tuple[torch.Tensor, int]] = {}
+        self._recordings: dict[int, Recording] = {}
         self._pending = PendingGrads()
 
     def _hook(self, number: int, optimizer: torch.optim.Optimizer) -> StepHooks:
@@ -106,7 +102,11 @@ class Capture:
         self._dtypes = [staged_dtype(slot.section, self._policy) for slot in binding.trained]
         self._mine: list[list[int]] = [[] for _ in self._optimizers]
         for index, slot in enumerate(binding.trained):
-            self._mine[slot.section.optimizer].append(index)
+            number, param = slot.section.optimizer, slot.item.tensor
+            self._mine[number].append(index)
+            if remote(param) and number not in self._recordings:
+                counts = torch.zeros(2, dtype=torch.int64, device=param.device)
+                self._recordings[number] = Recording(counts)
         self.accept()
 
     def accept(self) -> None:
@@ -129,6 +129,9 @@ class Capture:
     def take(self) -> tuple[HostBuffer, list[CapturedUpdate]]:
         """Hand over the buffer of this boundary with the updates that lie in it."""
         buffer = self._held_buffer()
+        for number, made in self._recordings.items():
+            if made.made and self._keeps_updates():
+                self._stage_replay(number, made)
         updates, self._updates, self._buffer, self._scales = self._updates, [], None, []
         return buffer, updates
 
@@ -166,6 +169,9 @@ class Capture:
             self._listener.capture_failed(error)
 
     def _before(self, number: int) -> bool:
+        if recording():
+            self._check_recording(number)
+            return True
         self._listener.before_update(number)
         if self._binding is None:
             return False
@@ -173,6 +179,20 @@ class Capture:
         self._listener.edited_late(self._watch.edited_late())
         self._early.clear()
         return True
+
+    def _check_recording(self, number: int) -> None:
+        """A recorded step is seen once; what it needs must be there by then."""
+        if self._binding is None or not self._listener.explicit:
+            raise OrderError(
+                "an optimizer's step is recorded into a graph before restore(), or without track()",
+                hint="call track() and restore(), then record, and end_step() after every replay",
+            )
+        if any(self._spoils(index) for index in self._mine[number]):
+            raise UnsupportedError(
+                "a recorded step that writes into its gradients (nesterov)",
+                hint="use nesterov=False, or make the step outside of the graph",
+            )
+        self._early.clear()
 
     def _checked(self, index: int, grad: torch.Tensor) -> torch.Tensor:
         param = self._params[index]
@@ -209,7 +229,6 @@ class Capture:
                     grads[index] = grad
         if not grads:
             return
-        views = self._area(number).views
         plain = {index: grad.detach() for index, grad in grads.items()}
         rounded = [i for i in grads if self._rounds(i)]
         kept = [i for i in grads if not self._rounds(i)]
@@ -218,9 +237,11 @@ class Capture:
                 halves = [plain[i].to(torch.bfloat16) for i in rounded]
                 torch._foreach_copy_([plain[i] for i in rounded], halves)
                 kept = list(grads)
-            elif rounded:
-                round_into([views[i] for i in rounded], [plain[i] for i in rounded])
-            copy([views[i] for i in kept], [plain[i] for i in kept])
+            if not recording():  # else the rounding is in the graph, and nothing is there yet
+                views = self._area(number).views
+                if rounded and not self._stager.device:
+                    round_into([views[i] for i in rounded], [plain[i] for i in rounded])
+                copy([views[i] for i in kept], [plain[i] for i in kept])
         for index, grad in grads.items():
             self._early[index] = (grad, grad._version)
 
@@ -252,14 +273,60 @@ class Capture:
         if self._binding is None:
             return
         found_inf = getattr(self._optimizers[number], "found_inf", None)
-        if found_inf is not None and bool(found_inf != 0):
+        if recording():
+            self._record(number, found_inf)
+            return
+        later = found_inf is not None and remote(found_inf) and self._listener.explicit
+        if found_inf is not None and not later and bool(found_inf != 0):
             self._scales.clear()
             return  # the fused step has skipped itself: no update was applied
-        self._guard(lambda: self._stage(number))
+        self._guard(lambda: self._stage(number, found_inf if later else None))
         self._watch.stepped(self._mine[number])
         self._listener.after_update(number)
 
-    def _stage(self, number: int) -> None:
+    def _record(self, number: int, found_inf: torch.Tensor | None) -> None:
+        """After a step that was recorded, not made: have the graph copy what the step consumes."""
+        scales, self._scales = self._scales, []
+        if not self._keeps_updates():
+            return
+        grads: dict[int, torch.Tensor] = {}
+        for index in self._mine[number]:
+            grad = self._params[index].grad
+            if grad is not None:
+                grads[id(self._params[index])] = self._checked(index, grad)
+                if self._rounds(index) and not self._is_staged(index, grad):
+                    self._recordings[number].unrounded.add(id(self._params[index]))
+        with torch.no_grad():
+            groups = self._optimizers[number].param_groups
+            self._recordings[number].record(grads, groups, scales, found_inf)
+
+    def _stage_replay(self, number: int, made: Recording) -> None:
+        """At a boundary: copy what the last replay of a recorded step has left, if there was one.
+
+        Whether there was one is known when the counts have landed.
+        """
+        update = CapturedUpdate(
+            number, held_groups(made.groups), self._area(number),
+            scales=tuple(host_copy(scale) for scale in made.scales),
+            counts=host_copy(made.counts),
+        )  # fmt: skip
+        with torch.no_grad():
+            made.counts.zero_()
+        targets, sources = [], []
+        for index in self._mine[number]:
+            grad = made.grads.get(id(self._params[index]))
+            if grad is None:
+                continue
+            update.given.add(index)
+            if id(self._params[index]) in made.unrounded:
+                update.late[index] = host_copy(grad)
+            else:
+                targets.append(update.area.views[index])
+                sources.append(grad)
+        copy(targets, sources)
+        self._updates.append(update)
+
+    def _stage(self, number: int, found_inf: torch.Tensor | None) -> None:
         """After the step: copy the gradients that are not staged yet."""
         self._pending.used([self._params[index] for index in self._mine[number]])
         if not self._keeps_updates():
@@ -267,9 +334,12 @@ class Capture:
         groups = self._optimizers[number].param_groups
         fused = any(group.get("fused") for group in groups)
         update = CapturedUpdate(
-            number, tuple(group_values(group) for group in groups), self._area(number),
-            scales=tuple(self._scales),
+            number, held_groups(groups), self._area(number),
+            scales=tuple(host_copy(scale) for scale in self._scales),
         )  # fmt: skip
+        if found_inf is not None:
+            made = torch.ones((), dtype=torch.int64, device=found_inf.device)
+            update.counts = host_copy(torch.stack([made, (found_inf != 0).sum()]))
         targets, sources = [], []
         for index in self._mine[number]:
             param = self._params[index]
@@ -279,20 +349,26 @@ class Capture:
             update.given.add(index)
             if fused and self._walks_otherwise(param, grad):
                 self._watch.mark(index)
-            early = self._early.get(index)
-            if early is not None and early[0] is grad:
-                if early[1] == grad._version or self._spoils(index):
-                    continue
+            if self._is_staged(index, grad):
+                continue
             if self._rounds(index):
-                target = torch.empty(grad.shape, dtype=grad.dtype)
+                target = host_memory(grad.shape, grad)
                 update.late[index] = target
             else:
                 target = update.area.views[index]
             targets.append(target)
             sources.append(self._checked(index, grad))
         copy(targets, sources)
+        self._held_buffer().landed()
         self._early.clear()
         self._updates.append(update)
+
+    def _is_staged(self, index: int, grad: torch.Tensor) -> bool:
+        """Whether what was staged before the step is the gradient that it has used."""
+        early = self._early.get(index)
+        if early is None or early[0] is not grad:
+            return False
+        return early[1] == grad._version or self._spoils(index)
 
     def left_behind(self) -> tuple[list[int], dict[int, torch.Tensor]]:
         """Trained slots whose gradients are zeroed in place, and those with some still to use."""

@@ -7,29 +7,27 @@ from typing import Any
 
 import torch
 
-from adacheck_store.arrays import byte_view, dtype_name, scalar_of
+from adacheck_store.arrays import byte_view, dtype_name
 from adacheck_store.boundary import Link
 from adacheck_store.config import writer_info
 from adacheck_store.format.bodies import BaseBody, Groups, SectionState
 from adacheck_store.format.head import ArrayInfo, Head, SealedHead
 from adacheck_store.format.ids import block_digests
 from adacheck_store.format.record import Record
-from adacheck_store.optimizers import group_values
 
+from .copies import copy
+from .held import HeldGroups, held_groups, hold
 from .layouts import Binding
-from .stager import StateArea, copy
+from .stager import StateArea
 
 
-def boundary_groups(binding: Binding) -> tuple[Groups, ...]:
-    """The hyper-parameters of every group as they stand now, per optimizer."""
-    return tuple(
-        tuple(group_values(group) for group in optimizer.param_groups)
-        for optimizer in binding.optimizers
-    )
+def boundary_groups(binding: Binding) -> tuple[HeldGroups, ...]:
+    """The hyper-parameters of every group as they stand now, per optimizer, held."""
+    return tuple(held_groups(optimizer.param_groups) for optimizer in binding.optimizers)
 
 
 def section_states(binding: Binding) -> dict[str, SectionState]:
-    """Which slices have optimizer state now, and their counters, per trained section."""
+    """Which slices have optimizer state now, and their counters (held), per trained section."""
     present: dict[str, list[bool]] = {}
     scalars: dict[str, dict[str, list[Any]]] = {}
     for slot in binding.trained:
@@ -39,8 +37,7 @@ def section_states(binding: Binding) -> dict[str, SectionState]:
         present.setdefault(name, []).append(has)
         for key in binding.spec(slot).scalars:
             values = scalars.setdefault(name, {}).setdefault(key, [])
-            value = state.get(key) if has else None
-            values.append(scalar_of(value) if isinstance(value, torch.Tensor) else value)
+            values.append(hold(state.get(key)) if has else None)
     return {
         name: SectionState(
             present=tuple(flags),
@@ -84,6 +81,7 @@ def fill_area(binding: Binding, area: StateArea) -> None:
     if zeros:
         torch._foreach_zero_(zeros)
     copy(targets, sources)
+    area.landed()
 
 
 def base_record(

@@ -155,6 +155,11 @@ class Checkpointer:
         self._assembly = assembly
         self._capture.begin(assembly.binding, assembly.stager, assembly.watch)
 
+    @property
+    def explicit(self) -> bool:
+        """Whether `end_step` is the boundary; else every applied update is."""
+        return self._tracked.explicit
+
     def before_update(self, optimizer: int) -> None:
         """Hook: an update is about to be applied."""
         if self._assembly is None:
@@ -306,7 +311,7 @@ class Checkpointer:
             trees["held"] = self._assembly.names_of(zeroed)
             named = self._assembly.binding.trained
             if grads:
-                trees["grads"] = freeze({named[i].item.name: g for i, g in grads.items()}, "grads")
+                trees["grads"] = {named[i].item.name: grad for i, grad in grads.items()}
         return trees
 
     def carry(self, value: Any) -> Any:

@@ -27,13 +27,16 @@ from adacheck_store.format.record import Record
 from adacheck_store.optimizers import arithmetic_digest
 
 from .blocks import BlockWatch, sums_of
-from .capture import CapturedUpdate
 from .capture_base import base_record, sealed_record
+from .copies import remote
 from .extras import extra_record
 from .halves import RAW, Form, Scales, encode, usable_scale
+from .held import HeldGroups, typed_groups, typed_states
 from .layouts import Binding
 from .outside import SetCopy, Stored
+from .pending import sort_out
 from .stager import HostBuffer, StateArea
+from .updates import CapturedUpdate
 
 ENCODED_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -89,10 +92,9 @@ class Encoder:
         for number, (spec, groups) in enumerate(zip(self.binding.specs, used, strict=True)):
             slots = [s for s in self.binding.trained if s.section.optimizer == number]
             dtypes = sorted({slot.section.roles[0][1] for slot in slots})
-            devices = {slot.item.tensor.device.type for slot in slots}
-            device = "cuda" if "cuda" in devices else "cpu"
+            device = next((s.item.tensor.device for s in slots if remote(s.item.tensor)), "cpu")
             known = spec.foldable
-            found.append(arithmetic_digest(spec.name, groups, dtypes, device) if known else "")
+            found.append(arithmetic_digest(spec.name, groups, dtypes, str(device)) if known else "")
         return tuple(found)
 
     def update(
@@ -119,8 +121,8 @@ class Encoder:
             grads += found
             arrays |= kept
         body = Update(
-            optimizer=update.optimizer, groups=update.groups, grads=tuple(grads),
-            absent=tuple(absent),
+            optimizer=update.optimizer, groups=typed_groups(update.groups),
+            grads=tuple(grads), absent=tuple(absent),
         )  # fmt: skip
         return body, arrays
 
@@ -242,7 +244,7 @@ class ClosedBoundary:
 
     ``gap`` is that of the base it comes with instead of a delta; ``failure`` why there is no
     delta to be had. ``area`` holds the whole state where one was wanted, ``arrays`` names the
-    arrays of the state that exist.
+    arrays of the state that exist. What was copied may be read only once it has landed.
     """
 
     step: int
@@ -251,7 +253,7 @@ class ClosedBoundary:
     area: StateArea | None
     updates: Sequence[CapturedUpdate]
     copies: list[SetCopy]
-    groups: tuple[Groups, ...]
+    groups: tuple[HeldGroups, ...]
     arrays: list[str]
     states: Mapping[str, SectionState]
     extras: Mapping[str, Any]
@@ -279,24 +281,35 @@ class ClosedBoundary:
 
     def _encode(self) -> tuple[DeltaBody, dict[str, torch.Tensor]]:
         assert self.buffer is not None, "released"
-        self.buffer.settle()
+        self._settle()
         arrays: dict[str, torch.Tensor] = {}
         updates: list[Update] = []
-        used = list(self.groups)
+        boundary = self._boundary()
+        used = list(boundary)
         for captured in self.updates:
+            if not captured.applied():
+                continue
             update, grads = self.encoder.update(len(updates), captured, self.buffer)
             updates.append(update)
             arrays |= grads
-            used[captured.optimizer] = captured.groups
+            used[captured.optimizer] = update.groups
         fingerprints = self._fingerprints(self.buffer)
         arithmetic = self.encoder.arithmetic(used)
         sets, kept = encode_sets(self.encoder.stored.changed(self.copies))
         sets.sort(key=self.encoder.place)
         body = DeltaBody(
-            updates=tuple(updates), sets=tuple(sets), boundary=self.groups,
+            updates=tuple(updates), sets=tuple(sets), boundary=boundary,
             arithmetic=arithmetic, fingerprints=fingerprints,
         )  # fmt: skip
         return body, arrays | kept
+
+    def _settle(self) -> None:
+        for memory in (self.buffer, self.area):
+            if memory is not None:
+                memory.settle()
+
+    def _boundary(self) -> tuple[Groups, ...]:
+        return tuple(typed_groups(held) for held in self.groups)
 
     def _fingerprints(self, buffer: HostBuffer) -> tuple[Fingerprint, ...]:
         if self.area is not None:
@@ -307,18 +320,19 @@ class ClosedBoundary:
         """A captured base of this step, where one was wanted."""
         if self.area is None or not (self.start or self.gap is not None):
             return None
-        if self.buffer is not None:
-            self.buffer.settle()
+        self._settle()
         self.encoder.stored.rebase(self.copies)
         arrays = {name: self.area.arrays[name] for name in self.arrays}
         return base_record(
-            link, self.step, arrays, states=self.states, boundary=self.groups, gap=self.gap,
+            link, self.step, arrays, states=typed_states(self.states),
+            boundary=self._boundary(), gap=self.gap,
             exactness="exact" if self.encoder.binding.foldable else "unsupported",
         )  # fmt: skip
 
     def extra(self, link: Link) -> Record:
         """The rank's extra of this step."""
-        return extra_record(link, self.step, self.extras)
+        self._settle()
+        return extra_record(link, self.step, sort_out(self.extras))
 
     def release(self) -> None:
         """Give the buffers back; a second call does nothing."""

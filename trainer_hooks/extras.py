@@ -23,6 +23,7 @@ from adacheck_store.format.errors import MalformedError, UnsupportedError
 from adacheck_store.format.record import Record
 
 from .capture_base import sealed_record
+from .copies import host_copy
 
 MAX_DEPTH = 20
 
@@ -55,7 +56,10 @@ _MAKERS: dict[str, Callable[[Any], Any]] = {
 
 
 def freeze(value: Any, path: str, depth: int = 0) -> Any:
-    """A copy of a tree that later changes cannot reach; raises `UnsupportedError` at ``path``."""
+    """A copy of a tree that later changes cannot reach; raises `UnsupportedError` at ``path``.
+
+    Tensors of a device are on their way to the host: read them once the boundary has landed.
+    """
     if depth > MAX_DEPTH:
         raise UnsupportedError(f"{path} is nested deeper than {MAX_DEPTH}", hint="flatten it")
     kind = type(value)
@@ -99,7 +103,7 @@ def _frozen_tensor(value: torch.Tensor, path: str) -> torch.Tensor:
     if value.layout != torch.strided or value.is_meta or hasattr(value, "placements"):
         raise UnsupportedError(f"{path} is a tensor that is not plain and dense", hint=_HINT)
     dtype_name(value.dtype)
-    return value.detach().to("cpu", copy=True).contiguous()
+    return host_copy(value)
 
 
 def thaw(value: Any) -> Any:

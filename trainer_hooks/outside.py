@@ -19,8 +19,9 @@ from adacheck_store.arrays import byte_view
 from adacheck_store.format.errors import UnsupportedError
 from adacheck_store.format.ids import block_digest
 
+from .copies import copy, host_memory
 from .layouts import Binding, Slot
-from .stager import HostBuffer, copy
+from .stager import HostBuffer
 
 Mark = tuple[int, int]
 
@@ -111,7 +112,7 @@ class OutsideWatch:
                 if mark == self._outside[number]:
                     continue
                 self._outside[number] = mark
-                target = torch.empty(slot.piece.shape, dtype=tensor.dtype)
+                target = host_memory(slot.piece.shape, tensor)
             targets.append(target)
             sources.append(tensor.detach())
             kept.append(SetCopy(slot, slot.section.main_role, target))
@@ -122,7 +123,7 @@ class OutsideWatch:
             tensors |= {role: state.get(role) for role in slot.section.state_roles}
             for role, source in tensors.items():
                 if isinstance(source, torch.Tensor):
-                    target = torch.empty(slot.piece.shape, dtype=source.dtype)
+                    target = host_memory(slot.piece.shape, source)
                     targets.append(target)
                     sources.append(source.detach())
                     kept.append(SetCopy(slot, role, target))

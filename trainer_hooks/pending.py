@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+
+from .copies import host_copy, remote
 
 
 @dataclass(slots=True)
@@ -41,7 +44,10 @@ class PendingGrads:
             self._used[id(param)] = _Used(weakref.ref(grad), grad._version, kept)
 
     def found(self, params: Sequence[torch.Tensor]) -> tuple[list[int], dict[int, torch.Tensor]]:
-        """Indices of parameters that need zero gradients, and the gradients still to be used."""
+        """Indices of parameters that need zero gradients, and copies of those still to be used.
+
+        Whether gradients on a device are zeros is not known yet: see `sort_out`.
+        """
         zeroed: list[int] = []
         grads: dict[int, torch.Tensor] = {}
         for index, param in enumerate(params):
@@ -51,18 +57,30 @@ class PendingGrads:
             used = self._used.get(id(param))
             fresh = used is None or used.grad() is not grad or used.version != grad._version
             if fresh and grad.layout == torch.strided:
-                grads[index] = grad.detach()
+                if remote(grad) or _some(grad.detach()):
+                    grads[index] = host_copy(grad)
+                else:
+                    zeroed.append(index)
             elif used is not None and used.kept:
                 zeroed.append(index)
-        if grads:
-            device = next(iter(grads.values())).device
-            nonzero = torch.stack([_some(grad).to(device) for grad in grads.values()]).tolist()
-            zeroed += [index for index, some in zip(grads, nonzero, strict=True) if not some]
-            grads = {i: g for (i, g), some in zip(grads.items(), nonzero, strict=True) if some}
-        return sorted(zeroed), grads
+        return zeroed, grads
 
 
-def _some(grad: torch.Tensor) -> torch.Tensor:
+def sort_out(extras: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The extra's trees with gradients that are zeros named among those ``held``, not kept.
+
+    On the writer's thread: the copies have landed.
+    """
+    grads = extras.get("grads") or {}
+    zeroed = [name for name, grad in grads.items() if not _some(grad)]
+    if not zeroed:
+        return extras
+    kept = {name: grad for name, grad in grads.items() if name not in zeroed}
+    return {**extras, "held": [*extras["held"], *zeroed], "grads": kept}
+
+
+def _some(grad: torch.Tensor) -> bool:
     """Whether a gradient is anything but positive zeros."""
-    some = (grad != 0).any()
-    return some if grad.is_complex() else some | torch.signbit(grad).any()
+    if bool((grad != 0).any()):
+        return True
+    return not grad.is_complex() and bool(torch.signbit(grad).any())

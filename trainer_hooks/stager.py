@@ -1,8 +1,6 @@
 """The stager: preallocated host memory that a captured boundary is copied into.
 
-The seam behind which pinned memory and streams live. On the CPU copies are plain; on CUDA they
-go to pinned memory in the order of the current stream, an event tells the encoder when they
-have landed, and the training thread never waits for the device.
+The memory is pinned where tensors lie on a CUDA device; how copies get there see `copies`.
 """
 
 from __future__ import annotations
@@ -18,6 +16,7 @@ from adacheck_store.arrays import torch_dtype
 from adacheck_store.format.errors import TierBusyError
 from adacheck_store.format.layout import Section
 
+from .copies import Landing, remote
 from .layouts import Binding
 
 SMALL_BYTES = 256 << 10
@@ -51,7 +50,7 @@ class GradArea:
         }
 
 
-class HostBuffer:
+class HostBuffer(Landing):
     """Memory for one boundary in flight.
 
     ``area`` gives memory for each update's gradients; ``blocks`` are the pieces of fingerprinted
@@ -61,6 +60,7 @@ class HostBuffer:
     """
 
     def __init__(self, binding: Binding, policy: str, block_bytes: int, pinned: bool) -> None:
+        super().__init__()
         self.pinned = pinned
         self._binding, self._policy = binding, policy
         self._areas = [
@@ -76,7 +76,6 @@ class HostBuffer:
                     slot.piece.shape
                 )
         self.scratch: dict[Any, Any] = {}
-        self._event: torch.cuda.Event | None = None
 
     def _zeros(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
         return zeros(elements, dtype, self.pinned)
@@ -87,18 +86,6 @@ class HostBuffer:
         while len(areas) <= number:
             areas.append(GradArea(self._binding, optimizer, self._policy, self.pinned))
         return areas[number]
-
-    def landed(self, device: bool) -> None:
-        """Mark the end of the copies into this buffer (training thread)."""
-        if device:
-            self._event = torch.cuda.Event()
-            self._event.record()
-
-    def settle(self) -> None:
-        """Wait until all copies have landed (writer's thread)."""
-        if self._event is not None:
-            self._event.synchronize()
-            self._event = None
 
 
 def zeros(elements: int, dtype: torch.dtype, pinned: bool) -> torch.Tensor:
@@ -112,18 +99,6 @@ def shaped(flat: torch.Tensor, offset: int, shape: Sequence[int]) -> torch.Tenso
     for size in shape:
         elements *= size
     return flat[offset : offset + elements].view(tuple(shape))
-
-
-def copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copy tensors (or pieces) into host memory, without waiting for a device."""
-    if not targets:
-        return
-    with torch.no_grad():
-        if all(source.device.type == "cpu" for source in sources):
-            torch._foreach_copy_(list(targets), list(sources))
-            return
-        for target, source in zip(targets, sources, strict=True):
-            target.copy_(source, non_blocking=True)
 
 
 def round_into(targets: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
@@ -141,10 +116,11 @@ def round_into(targets: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -
             first, elements = index + 1, 0
 
 
-class StateArea:
+class StateArea(Landing):
     """Memory for a part's whole state: a flat zero-padded array per ``<section>/<role>``."""
 
     def __init__(self, binding: Binding, pinned: bool) -> None:
+        super().__init__()
         self.arrays: dict[str, torch.Tensor] = {}
         for section in binding.layout.sections:
             for role, dtype in section.roles:
@@ -168,24 +144,29 @@ class Stager:
     def __init__(
         self, binding: Binding, *, policy: str, window: int, block_bytes: int, timeout_s: float
     ) -> None:
-        devices = {slot.item.tensor.device.type for slot in binding.slots}
-        self.device = "cuda" in devices
+        self.device = any(remote(slot.item.tensor) for slot in binding.slots)
+        self._pinned = any(slot.item.tensor.is_cuda for slot in binding.slots)
         self._binding = binding
         self._timeout_s = timeout_s
         self._free: queue.LifoQueue[HostBuffer] = queue.LifoQueue(maxsize=window + 1)
         self._areas: queue.LifoQueue[StateArea] = queue.LifoQueue(maxsize=window + 2)
         for _ in range(window + 1):
-            self._free.put_nowait(HostBuffer(binding, policy, block_bytes, self.device))
+            self._free.put_nowait(HostBuffer(binding, policy, block_bytes, self._pinned))
 
     def acquire(self) -> HostBuffer:
-        """A free buffer; raises `TierBusyError` if none is released in time."""
+        """A free buffer; raises `TierBusyError` if none is released in time.
+
+        One that was given up unread may have copies on their way: those are waited for here.
+        """
         try:
-            return self._free.get(timeout=self._timeout_s)
+            buffer = self._free.get(timeout=self._timeout_s)
         except queue.Empty:
             raise TierBusyError(
                 f"no capture buffer was released within {self._timeout_s:g} s",
                 hint="the tier is too slow; this step is not kept",
             ) from None
+        buffer.settle()
+        return buffer
 
     def release(self, buffer: HostBuffer) -> None:
         """Give a buffer back."""
@@ -194,9 +175,11 @@ class Stager:
     def area(self) -> StateArea:
         """A state area, a new one if none is free (there are never more than buffers)."""
         try:
-            return self._areas.get_nowait()
+            area = self._areas.get_nowait()
         except queue.Empty:
-            return StateArea(self._binding, self.device)
+            return StateArea(self._binding, self._pinned)
+        area.settle()
+        return area
 
     def release_area(self, area: StateArea) -> None:
         """Give a state area back; one too many is dropped."""

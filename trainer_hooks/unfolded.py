@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from adacheck_store.format.errors import ModelMismatchError
-from adacheck_store.optimizers import group_values
 
 from .extras import freeze, thaw
+from .held import typed_keys
 from .layouts import Binding
 
 TREE = "optimizers"
@@ -96,7 +96,7 @@ def _tree(optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]) -
             shared[key] = freeze(value, f"the optimizer's state {key!r}")
     groups = []
     for group in optimizer.param_groups:
-        known = {"params", "param_names", *group_values(group)}
+        known = {"params", "param_names", *typed_keys(group)}
         groups.append({
             key: freeze(value, f"{key!r} of a parameter group")
             for key, value in group.items() if key not in known and not callable(value)
