@@ -19,7 +19,7 @@ from adacheck_store.format.errors import UnsupportedError, UsageError
 from adacheck_store.format.head import is_array_word
 
 from .optimizer_trial import NotProvenError, run_trial
-from .optimizers import OptimizerSpec, add_spec, always, class_name, spec_named
+from .optimizers import OptimizerSpec, add_spec, always, class_name, shared_half, spec_named
 
 Roles = Sequence[str] | Callable[[Mapping[str, Any]], Sequence[str]]
 
@@ -48,19 +48,23 @@ class Verdict:
 def prove(
     cls: type[torch.optim.Optimizer], *, roles: Roles | None = None,
     scalars: Sequence[str] | None = None, steps: int = STEPS, seed: int = 0,
-    dtype: torch.dtype = torch.float32, absent: float = 0.1, **flags: Any,
+    dtype: torch.dtype = torch.float32, absent: float = 0.1, large: bool | None = None,
+    **flags: Any,
 ) -> Verdict:  # fmt: skip
     """Whether folding an optimizer gives its bits, tried on ``steps`` random steps.
 
     The class is made with ``flags`` and trained on parameters of many shapes, with gradients
     that are now and then absent (a share ``absent``; for optimizers that refuse this give 0), a
     changing learning rate and weight decay. Then the same is folded: cut at multiples of 64
-    elements, piece after piece, under several thread counts. ``roles`` and ``scalars`` are as
-    for `register_optimizer`; classes that are known need none. Draws nothing from any generator
+    elements, piece after piece, under several thread counts. ``large`` is whether one parameter
+    is so large that threads share it: in half precision many an optimizer's bits depend on the
+    threads then, and the default is no. ``roles`` and ``scalars`` are as for
+    `register_optimizer`; classes that are known need none. Draws nothing from any generator
     and never raises for an optimizer that fails: the verdict says why it is ``unsupported``.
     """
     spec = _spec(cls, roles, scalars)
-    return _prove(spec, flags, steps=steps, seed=seed, dtype=dtype, absent=absent)
+    big = dtype.itemsize >= 4 if large is None else large
+    return _prove(spec, flags, steps=steps, seed=seed, dtype=dtype, absent=absent, large=big)
 
 
 def register_optimizer(
@@ -71,9 +75,9 @@ def register_optimizer(
     ``roles`` names its state tensors (each of its parameter's shape), or is a function of a
     parameter group that does, where flags change what is kept. ``scalars`` names its counters
     per parameter (numbers or 0-dim tensors). `prove` is run with ``flags`` now, and at attach
-    under the flags of each group. Raises `UnsupportedError` with the reason if the proof fails;
-    the optimizer then stays as it was: usable, with captured bases only. To restore in a process
-    of its own, register there as well.
+    under the flags of each group, in the dtypes of its parameters. Raises `UnsupportedError`
+    with the reason if the proof fails; the optimizer then stays as it was: usable, with captured
+    bases only. To restore in a process of its own, register there as well.
     """
     spec = _spec(cls, roles, scalars)
     if spec.name.startswith("torch.optim."):
@@ -87,10 +91,15 @@ def register_optimizer(
     proven: dict[str, str] = {}
 
     def check(group: Mapping[str, Any]) -> str:
-        key = _flags_key(group)
-        if key not in proven:
-            proven[key] = _prove(spec, _without_params(group)).why
-        return proven[key]
+        kinds = {(p.dtype, p.dtype.itemsize >= 4 or shared_half(p)) for p in group["params"]}
+        for dtype, large in sorted(kinds, key=str):
+            key = f"{dtype} {large} {_flags_key(group)}"
+            if key not in proven:
+                trial = _prove(spec, _without_params(group), dtype=dtype, large=large)
+                proven[key] = f"{trial.why} ({dtype})" if trial.why else ""
+            if proven[key]:
+                return proven[key]
+        return ""
 
     add_spec(dataclasses.replace(spec, check=check))
     return verdict
@@ -136,13 +145,15 @@ def _flags_key(group: Mapping[str, Any]) -> str:
 
 def _prove(
     spec: OptimizerSpec, flags: Mapping[str, Any], *, steps: int = STEPS, seed: int = 0,
-    dtype: torch.dtype = torch.float32, absent: float = 0.1,
+    dtype: torch.dtype = torch.float32, absent: float = 0.1, large: bool = True,
 ) -> Verdict:  # fmt: skip
     generators = (torch.get_rng_state(), random.getstate())
     threads = torch.get_num_threads()
     compared = 0
     try:
-        compared = run_trial(spec, flags, steps=steps, seed=seed, dtype=dtype, absent=absent)
+        compared = run_trial(
+            spec, flags, steps=steps, seed=seed, dtype=dtype, absent=absent, large=large
+        )
     except NotProvenError as error:
         why = str(error)
     except Exception as error:

@@ -19,7 +19,7 @@ from .engines import Piece, StepEngine
 from .optimizers import OptimizerSpec, group_values, make_optimizer, vector_of
 
 SHAPES = ((33, 7), (), (0,), (700,), (5,), (64,), (3, 41), (130,), (9, 9), (2, 17_001))
-"""Shapes of a trial: scalar, empty, tails of every kind, one that several threads share."""
+"""Shapes of a trial: scalar, empty, tails of every kind, a ``large`` one that threads share."""
 
 LOOKED_AT = (1, 2, 3, 10, 50, 120)
 """Steps at which bits are compared, besides the last."""
@@ -66,7 +66,7 @@ class _History:
 
 def run_trial(
     spec: OptimizerSpec, flags: Mapping[str, Any], *, steps: int, seed: int, dtype: torch.dtype,
-    absent: float,
+    absent: float, large: bool,
 ) -> int:  # fmt: skip
     """Train and fold; how many tensors and counters had the same bits.
 
@@ -75,7 +75,7 @@ def run_trial(
     """
     torch.set_num_threads(1)
     generators = (torch.get_rng_state(), random.getstate())
-    members = _members(seed, dtype)
+    members = _members(seed, dtype, large)
     history = _train(spec, flags, members, steps=steps, seed=seed, absent=absent)
     if not torch.equal(generators[0], torch.get_rng_state()) or generators[1] != random.getstate():
         raise NotProvenError("its step draws random numbers")
@@ -88,11 +88,10 @@ def run_trial(
     return compared
 
 
-def _members(seed: int, dtype: torch.dtype) -> list[_Member]:
+def _members(seed: int, dtype: torch.dtype, large: bool) -> list[_Member]:
     generator = torch.Generator().manual_seed(seed)
     members, at = [], 0
-    half = dtype.itemsize < 4  # there bits depend on the threads: see `optimizers`
-    for shape in (*SHAPES[:-1], (2, 701)) if half else SHAPES:
+    for shape in SHAPES if large else (*SHAPES[:-1], (2, 701)):
         tensor = torch.nn.Parameter(_random(shape, generator).to(dtype))
         members.append(_Member(tensor, at))
         at = align(at + tensor.numel())

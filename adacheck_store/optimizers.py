@@ -76,26 +76,50 @@ def always(*roles: str) -> Callable[[Mapping[str, Any]], tuple[str, ...]]:
 SHARED_ELEMENTS = 32768
 """Tensors above this size are shared out to several threads by torch's CPU kernels."""
 
+HALVES = (torch.float16, torch.bfloat16)
+
+
+def shared_half(param: torch.Tensor) -> bool:
+    """Whether several threads may work on a parameter in half precision."""
+    on_cpu = param.device.type == "cpu"
+    return on_cpu and param.dtype in HALVES and param.numel() > SHARED_ELEMENTS
+
 
 def _unsteady(cls: type, group: Mapping[str, Any]) -> str:
     """Why a group's bits cannot be folded for certain, "" if they can.
 
-    In half precision a kernel rounds the last elements of a thread's share otherwise than the
-    rest (``add`` with ``alpha``, and others), and a fold shares out otherwise than a trainer.
-    Fused SGD with momentum does not even give the same bits twice there.
+    In half precision torch's ``add`` with ``alpha`` rounds the last elements of a thread's share
+    otherwise than the rest, and a fold shares out otherwise than a trainer. No other operation
+    of these classes does so, and fused kernels share out whole cache lines (tests/optimizers
+    shows both). SGD with momentum has two further flaws in half precision: fused it does not
+    give the same bits twice, and foreach rounds otherwise as long as any parameter has no
+    momentum yet, which a fold of a few parameters cannot know.
     """
-    halves = {param.dtype for param in group["params"]} & {torch.float16, torch.bfloat16}
-    if halves and cls is torch.optim.SGD and group.get("fused") and group.get("momentum"):
-        return "fused SGD with momentum does not repeat its bits in half precision"
-    large = [
-        param.dtype for param in group["params"]
-        if param.device.type == "cpu" and param.numel() > SHARED_ELEMENTS
-    ]  # fmt: skip
-    decoupled = not group.get("weight_decay") or bool(group.get("decoupled_weight_decay"))
-    steady = cls is torch.optim.AdamW or (cls is torch.optim.Adam and decoupled)
-    if torch.float16 in large or (torch.bfloat16 in large and not steady):
+    params = group["params"]
+    if cls is torch.optim.SGD and group.get("momentum"):
+        if any(param.dtype in HALVES for param in params):
+            if group.get("fused"):
+                return "fused SGD with momentum does not repeat its bits in half precision"
+            if group.get("foreach"):
+                return (
+                    "in half precision foreach SGD with momentum rounds by what all of its "
+                    "parameters have: use foreach=False"
+                )
+    if _adds_scaled(cls, group) and any(shared_half(param) for param in params):
         return "in half precision the bits of large parameters depend on the threads at work"
     return ""
+
+
+def _adds_scaled(cls: type, group: Mapping[str, Any]) -> bool:
+    """Whether an update uses ``add`` with ``alpha``: for its step, or for an L2 penalty."""
+    if group.get("fused"):
+        return False
+    if cls in (torch.optim.SGD, torch.optim.ASGD, torch.optim.Adadelta):
+        return True
+    if cls is torch.optim.RMSprop and group["momentum"]:
+        return True
+    decoupled = cls is torch.optim.AdamW or group.get("decoupled_weight_decay")
+    return bool(group.get("weight_decay")) and not decoupled
 
 
 def _torch(cls: type[torch.optim.Optimizer], roles: Any, *scalars: str, **more: Any) -> None:

@@ -19,6 +19,7 @@ from adacheck_store.format.errors import (
     UnsupportedError,
     UsageError,
 )
+from adacheck_store.optimizers import shared_half
 
 from .copies import copy, host_copy, host_memory, recording, remote
 from .graphs import Recording
@@ -99,6 +100,7 @@ class Capture:
         self._buffer, self._updates = None, []
         self._binding, self._stager, self._watch = binding, stager, watch
         self._params = [slot.item.tensor for slot in binding.trained]
+        self._halves = {i for i, param in enumerate(self._params) if shared_half(param)}
         self._dtypes = [staged_dtype(slot.section, self._policy) for slot in binding.trained]
         self._mine: list[list[int]] = [[] for _ in self._optimizers]
         for index, slot in enumerate(binding.trained):
@@ -341,13 +343,14 @@ class Capture:
             made = torch.ones((), dtype=torch.int64, device=found_inf.device)
             update.counts = host_copy(torch.stack([made, (found_inf != 0).sum()]))
         targets, sources = [], []
+        unsteady = self._unsteady(number)
         for index in self._mine[number]:
             param = self._params[index]
             grad = param.grad
             if grad is None:
                 continue
             update.given.add(index)
-            if fused and self._walks_otherwise(param, grad):
+            if index in unsteady or (fused and self._walks_otherwise(param, grad)):
                 self._watch.mark(index)
             if self._is_staged(index, grad):
                 continue
@@ -362,6 +365,16 @@ class Capture:
         self._held_buffer().landed()
         self._early.clear()
         self._updates.append(update)
+
+    def _unsteady(self, number: int) -> set[int]:
+        """Slots whose update cannot be folded since a flag of their group was changed."""
+        assert self._binding is not None
+        check = self._binding.specs[number].check
+        mine = self._halves.intersection(self._mine[number])
+        if not mine or check is None:
+            return set()
+        bad = [bool(check(group)) for group in self._optimizers[number].param_groups]
+        return {index for index in mine if bad[self._binding.trained[index].piece.group]}
 
     def _is_staged(self, index: int, grad: torch.Tensor) -> bool:
         """Whether what was staged before the step is the gradient that it has used."""
