@@ -105,8 +105,9 @@ class RunSession:
     ) -> Restored | None:
         """Claim a term, then plan, fetch, verify and fold into staging.
 
-        Returns None on a run without history (raises `RestoreError` under ``must``) or under
-        ``never``. ``step`` asks for that very step, ``term`` for another branch's.
+        Returns None on a run without history or under ``never``. Raises `RestoreError` on one
+        without history under ``must``, or where a tier that may hold it cannot be read. ``step``
+        asks for that very step, ``term`` for another branch's.
         """
         resume = resume or self.settings.resume
         if self._decided:
@@ -120,6 +121,8 @@ class RunSession:
             seen = [manifest.term for manifest in self._catalog.manifests.values()]
             self._term = claim_term(self.store.far, self.run, seen)
         self._catalog = self._read_catalog()
+        if resume != "never" and not self.has_history:
+            self._refuse_unknown()
         if resume == "never" or not self.has_history:
             if step is not None and resume != "never":
                 raise RestoreError("the run has no history", run=self.run, step=step)
@@ -131,6 +134,16 @@ class RunSession:
         )  # fmt: skip
         self._decided = True
         return self._restored
+
+    def _refuse_unknown(self) -> None:
+        """A tier that cannot be read may hold the run's history: it is not begun anew beside it."""
+        for trouble in self._catalog.troubles:
+            if not trouble.key:
+                raise RestoreError(
+                    f"no history is found, and a tier that may hold it cannot be read: "
+                    f"{trouble.error}", run=self.run, tier=trouble.tier,
+                    hint="make it readable and try again; resume='never' begins the run anew",
+                ) from trouble.error  # fmt: skip
 
     def start(
         self, layout: Layout, *, start_step: int,

@@ -1,14 +1,16 @@
 """Errors that pass: they are not taken for damage, and may be tried again."""
 
 import errno
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
 import adacheck_store as ada
-from adacheck_store.format.errors import NotProvableError, TierUnavailableError
+from adacheck_store.format.errors import NotProvableError, RestoreError, TierUnavailableError
 from adacheck_store.tiers import lmdb_check
+from adacheck_store.tiers.zarr import ZarrTier
 
 
 def _attach(store: str) -> tuple:
@@ -58,3 +60,39 @@ def test_another_step_may_be_asked_for_after_one_that_is_gone(tmp_path: Path) ->
         with pytest.raises(NotProvableError, match="step 99"):
             ckpt.restore(99)
         assert ckpt.restore(2).step == 2
+
+
+def test_a_run_is_not_begun_anew_while_its_history_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The machine is lost, and the far tier answers once with an error: it is asked again."""
+    store = (tmp_path / "store").as_uri()
+    _write(store)
+    shutil.rmtree(tmp_path / "store" / "lmdb")
+    _, _, ckpt = _attach(store)
+
+    def no_answer(self: ZarrTier, prefix: str) -> list[str]:
+        if prefix.endswith("/log/"):
+            return listing(self, prefix)
+        raise TierUnavailableError("no answer", tier="zarr")
+
+    listing = ZarrTier.list
+    with ckpt:
+        with monkeypatch.context() as patch:
+            patch.setattr(ZarrTier, "list", no_answer)
+            with pytest.raises(RestoreError, match="no answer"):
+                ckpt.restore()
+        assert ckpt.restore().step == 3
+
+
+def test_a_run_is_not_begun_anew_beside_its_damaged_lmdb(tmp_path: Path) -> None:
+    """The objects are lost, and the LMDB was set aside: said, unless it is asked for."""
+    store = (tmp_path / "store").as_uri()
+    _write(store)
+    shutil.rmtree(tmp_path / "store" / "objects")
+    (data,) = (tmp_path / "store" / "lmdb").glob("*/data.mdb")
+    with data.open("r+b") as file:
+        file.write(b"\xff" * 4)
+    _, _, ckpt = _attach(store)
+    with ckpt, pytest.raises(RestoreError, match="set aside as"):
+        ckpt.restore()

@@ -14,6 +14,8 @@ STEPS = 30
 BASE_EVERY = 6
 OBJECT_LAG = 3
 WINDOW = 2
+WIDTH = 5120
+"""Of the model's middle: two blocks in its largest array."""
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(  # torch._dynamo is what making an optimizer imports, in 2 s
@@ -21,7 +23,7 @@ _context.set_forkserver_preload(  # torch._dynamo is what making an optimizer im
 )
 
 
-def _training():
+def _training(width: int):
     """Model, optimizer, schedule and loader, alike in every process."""
     import torch
     from torch import nn
@@ -30,8 +32,8 @@ def _training():
     torch.manual_seed(11)
     random.seed(11)
     model = nn.Sequential(
-        nn.Linear(33, 5120), nn.BatchNorm1d(5120), nn.Dropout(0.2), nn.Linear(5120, 61), nn.GELU(),
-        nn.Linear(61, 1),
+        nn.Linear(33, width), nn.BatchNorm1d(width), nn.Dropout(0.2), nn.Linear(width, 61),
+        nn.GELU(), nn.Linear(61, 1),
     )  # fmt: skip
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
@@ -73,8 +75,8 @@ def _step(model, optimizer, schedule, batch) -> float:
     return loss.item()
 
 
-def _reference(out: str) -> None:
-    model, optimizer, schedule, loader = _training()
+def _reference(out: str, width: int) -> None:
+    model, optimizer, schedule, loader = _training(width)
     rows = {0: (digest(model, optimizer, schedule), "")}
     for step, batch in zip(range(1, STEPS + 1), loader, strict=False):
         loss = _step(model, optimizer, schedule, batch)
@@ -91,7 +93,7 @@ def _train(out: str, store: str, options: dict) -> None:
     os.environ["ADACHECK_FAILPOINT"] = options.get("failpoint", "")
     os.environ["ADACHECK_NODE"] = options.get("node", "node-a")
     warnings.simplefilter("error")
-    model, optimizer, schedule, loader = _training()
+    model, optimizer, schedule, loader = _training(options.get("width", WIDTH))
     with open(out, "w", encoding="utf-8") as journal:
 
         def write(**row) -> None:
@@ -100,13 +102,15 @@ def _train(out: str, store: str, options: dict) -> None:
 
         with attach(
             model, optimizer, run="e2e", store=store, policy=options.get("policy", "lossless"),
-            window=WINDOW, base_every=BASE_EVERY, object_lag=OBJECT_LAG,
+            window=WINDOW, base_every=options.get("base_every", BASE_EVERY), object_lag=OBJECT_LAG,
         ) as ckpt:  # fmt: skip
             ckpt.track(schedule=schedule)
             report = ckpt.restore()
             write(restored=report.step, digest=digest(model, optimizer, schedule),
                   certificate=str(report.certificate), reasons=list(report.reasons),
                   tiers=sorted(report.tiers or {}))  # fmt: skip
+            if options.get("inspect") == "die":
+                os._exit(0)
             if options.get("inspect"):
                 return
             for step, batch in enumerate(ckpt.batches(loader), report.step + 1):
@@ -167,10 +171,10 @@ class Worker:
         return next(row for row in self.rows() if name in row)
 
 
-def make_reference(folder: Path) -> dict[int, tuple[str, str]]:
+def make_reference(folder: Path, width: int = WIDTH) -> dict[int, tuple[str, str]]:
     """Digest and loss of every step of the uninterrupted run."""
     out = folder / "reference.json"
-    process = _context.Process(target=_reference, args=(str(out),), daemon=True)
+    process = _context.Process(target=_reference, args=(str(out), width), daemon=True)
     process.start()
     process.join(120)
     assert process.exitcode == 0

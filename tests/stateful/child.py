@@ -13,6 +13,9 @@ from adacheck_store.format.errors import AdaCheckError
 from adacheck_store.tiers import failpoints
 from tests.stateful.world import QUICK, World, journal
 
+NODE = "c"
+"""Its node: a process that reads an LMDB which it once wrote to keeps the writer's lock."""
+
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch._dynamo", "tests.stateful.child"])
 
@@ -30,9 +33,9 @@ def _train(store: Path, out: Path, failpoint: str, steps: int, seed: int) -> Non
     world.seed = seed
     failpoints.arm(failpoint)
     try:
-        world.begin("a")
-        world.append("a", steps)
-        world.flush("a")
+        world.begin(NODE)
+        world.append(NODE, steps)
+        world.flush(NODE)
         world.close_all()
     except AdaCheckError:
         log(refused=traceback.format_exc())
