@@ -174,6 +174,20 @@ def _unread(catalog: Catalog, lost: int) -> list[str]:
     return tiers + (records[:REASONS_MAX] if lost else [])
 
 
+def refuse_unknown(catalog: Catalog) -> None:
+    """A run is not begun anew while a tier that may hold its history cannot be read.
+
+    Raises `RestoreError` if the catalog is empty, and such a tier is among its troubles.
+    """
+    for trouble in catalog.troubles:
+        if catalog.empty and not trouble.key:
+            raise RestoreError(
+                f"no history is found, and a tier that may hold it cannot be read: {trouble.error}",
+                run=catalog.run, tier=trouble.tier,
+                hint="make it readable and try again; resume='never' begins the run anew",
+            ) from trouble.error  # fmt: skip
+
+
 def restore_state(
     tiers: Sequence[Tier], run: str, *, step: int | None = None, term: str = "",
     catalog: Catalog | None = None, max_drift: float = float("inf"),

@@ -30,7 +30,7 @@ from .catalog import Catalog, RecordRef, make_ref, read_catalog
 from .config import Settings, arm_failpoints, writer_info
 from .drain import missing_below
 from .recovery import Prover, RestorePlan, tolerant_line
-from .restore import Restored, restore_state
+from .restore import Restored, refuse_unknown, restore_state
 from .status import Status
 from .store import Store, open_store
 from .tail import Tail
@@ -121,8 +121,8 @@ class RunSession:
             seen = [manifest.term for manifest in self._catalog.manifests.values()]
             self._term = claim_term(self.store.far, self.run, seen)
         self._catalog = self._read_catalog()
-        if resume != "never" and not self.has_history:
-            self._refuse_unknown()
+        if resume != "never":
+            refuse_unknown(self._catalog)
         if resume == "never" or not self.has_history:
             if step is not None and resume != "never":
                 raise RestoreError("the run has no history", run=self.run, step=step)
@@ -134,16 +134,6 @@ class RunSession:
         )  # fmt: skip
         self._decided = True
         return self._restored
-
-    def _refuse_unknown(self) -> None:
-        """A tier that cannot be read may hold the run's history: it is not begun anew beside it."""
-        for trouble in self._catalog.troubles:
-            if not trouble.key:
-                raise RestoreError(
-                    f"no history is found, and a tier that may hold it cannot be read: "
-                    f"{trouble.error}", run=self.run, tier=trouble.tier,
-                    hint="make it readable and try again; resume='never' begins the run anew",
-                ) from trouble.error  # fmt: skip
 
     def start(
         self, layout: Layout, *, start_step: int,
