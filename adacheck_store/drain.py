@@ -21,6 +21,9 @@ RUN_BLOCKS = 4
 class TierSource:
     """A record of one tier as a `Source` for another; the receiver checks the digests."""
 
+    lasting = True
+    """Every read gives fresh memory."""
+
     def __init__(self, tier: Tier, key: str) -> None:
         self.key = key
         self._tier = tier
@@ -32,9 +35,14 @@ class TierSource:
         return self._sealed.id
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each array."""
+        return {info.name: info.nbytes for info in self._sealed.head.arrays}
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the arrays."""
-        return sum(info.nbytes for info in self._sealed.head.arrays)
+        return sum(self.sizes.values())
 
     def blocks(self) -> Iterator[Block]:
         """The record's blocks, read a few at a time."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from adacheck_store.format.head import SealedHead
 from adacheck_store.format.record import Block, Record
@@ -22,7 +22,8 @@ class Source(Protocol):
     the blocks of one array in order of their index; arrays may interleave. A block's data may be
     reused by the producer as soon as the next block is asked for. ``seal`` is called once, after
     the last block. Blocks differing from the digests in the head make the put fail. A source may
-    have ``sizes``, the bytes of each array by name, to help a tier that cuts arrays into objects.
+    have ``sizes``, the bytes of each array by name, to help a tier that cuts arrays into objects,
+    and ``lasting``, True if its blocks' memory is never reused while somebody holds it.
     """
 
     @property
@@ -50,6 +51,7 @@ class RecordSource:
 
     key: str
     record: Record
+    lasting: ClassVar[bool] = True
 
     @property
     def expected_id(self) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 
 from . import failpoints
+from .transfer import write_direct
 
 
 def fsync(fd: int, point: str) -> None:
@@ -43,8 +44,13 @@ def link(
 
 
 def write_all(fd: int, buffers: list[memoryview]) -> None:
-    """Write buffers one after another, however short single writes are."""
+    """Write buffers one after another, however short single writes are.
+
+    A single large one goes around the page cache where it can.
+    """
     queue = [view for view in buffers if view.nbytes]
+    if len(queue) == 1:
+        queue = [view for view in (queue[0][write_direct(fd, queue[0]) :],) if view.nbytes]
     while queue:
         done = os.writev(fd, queue[:512])
         while queue and done >= queue[0].nbytes:

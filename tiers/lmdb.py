@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 import lmdb
+import numpy as np
 
 from adacheck_store.format.errors import (
     AdaCheckError,
@@ -48,6 +49,7 @@ from .lmdb_entries import (
 )
 from .lmdb_env import LmdbEnv
 from .lmdb_pages import PageWriter, Spare
+from .transfer import copy_into
 
 DEFAULT_CAPACITY_BYTES = 64 << 30
 _LIST_KEYS = 1000
@@ -227,22 +229,23 @@ class LmdbTier(Tier):
             check_place(parse_key(key), entry.sealed)
             return entry.sealed
 
-    def read(self, key: str, array: str, first: int, count: int) -> bytes:
+    def read(self, key: str, array: str, first: int, count: int) -> memoryview:
         """Bytes of a run of blocks, not verified."""
         place = placed(tier=self.traits.name, key=key, path=self.path)
         with place, self._env().reading() as txn:
             entry = self._entry(txn, key)
             info = check_range(entry.sealed, array, first, count)
             start, stop = span(info, first, count)
-            pieces = []
+            found = np.empty(stop - start, dtype=np.uint8)
             for page in range(start // PAGE_BYTES, -(-stop // PAGE_BYTES)):
                 data = txn.get(page_key(entry.prefix, array, page))
                 if data is None:
                     raise RecordNotFoundError(f"page {page} of {array} is missing")
                 at = page * PAGE_BYTES
                 check_length(array, page, len(data), min(PAGE_BYTES, info.nbytes - at))
-                pieces.append(data[max(0, start - at) : stop - at])
-            return b"".join(pieces)
+                piece = data[max(0, start - at) : stop - at]
+                copy_into(found.data, max(0, at - start), piece)
+            return found.data
 
     def list(self, prefix: str) -> Iterator[str]:
         """Keys that begin with a prefix, sorted."""

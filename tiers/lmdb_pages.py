@@ -12,6 +12,7 @@ from adacheck_store.format.record import Block
 from .lmdb_entries import PAGE_BLOCKS, PAGE_BYTES, Ledger, cost, page_key, put_entry
 from .lmdb_env import LmdbEnv
 from .medium import full
+from .transfer import copy_into
 
 Spare = deque[bytearray]
 
@@ -48,7 +49,7 @@ class PageWriter:
         if place == 0:
             self._open[block.array] = (page, 0, self._buffer())
         page, filled, buffer = self._open[block.array]
-        buffer[filled : filled + size] = block.data
+        copy_into(buffer, filled, block.data)
         filled += size
         self._open[block.array] = (page, filled, buffer)
         if filled == PAGE_BYTES or size < BLOCK_BYTES:

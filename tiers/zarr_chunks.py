@@ -6,6 +6,7 @@ from adacheck_store.format.errors import MalformedError, RecordNotFoundError, Tr
 from adacheck_store.format.ids import Buffer
 
 from .objects import Objects
+from .transfer import aligned, copy_into
 
 
 def chunk_name(array: str, index: int) -> str:
@@ -50,7 +51,7 @@ class ChunkWriter:
         self._array = array
         self._repair = repair
         self._expected = expected
-        self._buffer = bytearray(chunk)
+        self._buffer = aligned(chunk)
         self._filled = 0
         self._index = 0
         self._ended = False
@@ -67,7 +68,7 @@ class ChunkWriter:
             if self._filled == self.chunk:
                 self._write(self.chunk)
             size = min(self.chunk - self._filled, data.nbytes)
-            self._buffer[self._filled : self._filled + size] = data[:size]
+            copy_into(self._buffer, self._filled, data[:size])
             self._filled += size
             self.nbytes += size
             data = data[size:]
@@ -84,12 +85,12 @@ class ChunkWriter:
                 self._buffer[self._filled :] = bytes(len(self._buffer) - self._filled)
             if self._filled:
                 self._write(self.chunk)
-            self._buffer = bytearray()
+            self._buffer = memoryview(b"")
         return self.chunk
 
     def _write(self, size: int) -> None:
         name = chunk_name(self._array, self._index)
-        data: Buffer = memoryview(self._buffer)[:size]
+        data = self._buffer[:size]
         if not (self._repair and self._stands(name, data)):
             self._objects.put(name, [data])
         self._index += 1

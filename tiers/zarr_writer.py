@@ -10,7 +10,7 @@ from adacheck_store.format.head import SealedHead
 from adacheck_store.format.ids import Buffer
 from adacheck_store.format.keys import Key, pack_key, parse_key
 
-from .base import RecordSource, Source
+from .base import Source
 from .intake import Intake, check_same, placed, sizes_of
 from .objects import Objects
 from .zarr_chunks import ChunkWriter
@@ -179,10 +179,10 @@ def _total(sources: list[Source]) -> int | None:
 def _take_packed(writer: ChunkWriter, source: Source, known: SealedHead | None) -> SealedHead:
     """Append a record's arrays in the head's order; until that is known they wait in memory."""
     intake = Intake(source, known)
+    lasting = getattr(source, "lasting", False)
     arrays: dict[str, list[Buffer]] = {}
     for block in intake.blocks():
-        # The blocks of a record in memory stay; any other source may reuse a block's buffer.
-        kept: Buffer = block.data if isinstance(source, RecordSource) else bytes(block.data)
+        kept: Buffer = block.data if lasting else bytes(block.data)
         arrays.setdefault(block.array, []).append(kept)
     sealed = intake.seal()
     for info in sealed.head.arrays:

@@ -24,7 +24,7 @@ from adacheck_store.format.errors import (
     TooNewError,
     UnsupportedError,
 )
-from adacheck_store.tiers import failpoints, lmdb_check, lmdb_env, medium
+from adacheck_store.tiers import failpoints, lmdb_check, lmdb_entries, lmdb_env, medium
 from adacheck_store.tiers.lmdb import LmdbTier
 from tests.conformance.records import MIB, World, fetch, grads, same, state
 
@@ -361,3 +361,22 @@ def test_a_commit_that_stands_and_fails_all_the_same_keeps_its_pages(path: Path)
     tier = LmdbTier(path)
     assert same(tier, [source])
     tier.close()
+
+
+def test_heads_are_parsed_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many records read in turns, as a fold reads its deltas."""
+    keys = filled(path, World(), 100)
+    parsed: list[int] = []
+    plain = lmdb_entries.decode_header
+
+    def counting(data: memoryview) -> object:
+        parsed.append(len(data))
+        return plain(data)
+
+    monkeypatch.setattr(lmdb_entries, "decode_header", counting)
+    tier = LmdbTier(path, readonly=True)
+    for _ in range(3):
+        for key in keys:
+            tier.head(key)
+    tier.close()
+    assert len(parsed) == len(keys)
