@@ -132,17 +132,19 @@ def relink(tier: MemoryTier, key: str) -> None:
         parent = tier._records[later][0].id
 
 
-def everything(tier: MemoryTier) -> int:
-    """All that reads a store; only errors of ours may come out. Returns what restore gave."""
+def everything(tier: MemoryTier, draw: random.Random) -> int:
+    """What reads a store; only errors of ours may come out. Returns what restore gave.
+
+    The newest step and fsck always, of the rest one: it mostly repeats what those did.
+    """
     store = Store("memory://attack", tier, tier)
-    step = -1
-    for act in (
-        lambda: restore_state([tier], "run"),
+    rest = (
         lambda: restore_state([tier], "run", step=STEPS),
         lambda: plan_restore(read_catalog([tier], "run"), 2),
         lambda: list(compact(store, "run", to=3)),
-        lambda: list(fsck(store)),
-    ):
+    )
+    step = -1
+    for act in (lambda: restore_state([tier], "run"), lambda: list(fsck(store)), draw.choice(rest)):
         try:
             with limited():
                 done = act()

@@ -30,7 +30,7 @@ def attack(count: int, seed: int) -> dict[str, int]:
         if "/delta/" in key and draw.random() < 0.8:
             relink(victim, key)
         try:
-            step = everything(victim)
+            step = everything(victim, draw)
         except BaseException as error:
             raise AssertionError(f"number {number} of seed {seed}: {key} {forged}") from error
         outcome["restored" if step >= 0 else "nothing"] += 1
@@ -44,7 +44,7 @@ def test_forged_bodies() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(36_000)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", range(1, 11))
-def test_a_million_forged_bodies(seed: int) -> None:
-    attack(100_000, seed)
+def test_ten_thousand_forged_bodies(seed: int) -> None:
+    attack(1000, seed)
