@@ -162,6 +162,7 @@ class Checkpointer:
 
     def before_update(self, optimizer: int) -> None:
         """Hook: an update is about to be applied."""
+        self._tracked.note_scaler(optimizer)
         if self._assembly is None:
             if self._restoring:
                 raise OrderError(

@@ -15,6 +15,9 @@ import torch
 _Args = tuple[Any, ...]
 _Kwargs = dict[str, Any]
 
+SCALER_DEPTH = 24
+"""Frames between a hook and the scaler that calls the step: a dozen, with wrappers of others."""
+
 
 class StepHooks:
     """Pre- and post-hook of an optimizer.
@@ -95,6 +98,24 @@ def nested(optimizer: torch.optim.Optimizer) -> bool:
             depth += 1
         frame = frame.f_back
     return depth > 1
+
+
+def scaler_at_work() -> torch.amp.GradScaler | None:
+    """The gradient scaler by which the step was called that calls us, read from the stack.
+
+    A scaler knows its optimizers, but they do not know it. It calls the step itself, so it
+    stands a few frames above the hooks.
+    """
+    frame: Any = sys._getframe(1)
+    for _ in range(SCALER_DEPTH):
+        if frame is None:
+            break
+        if frame.f_code.co_name in ("step", "_maybe_opt_step"):
+            found = frame.f_locals.get("self")
+            if isinstance(found, torch.amp.GradScaler):
+                return found
+        frame = frame.f_back
+    return None
 
 
 def _no_step() -> None:

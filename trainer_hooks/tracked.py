@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,8 +11,11 @@ import torch
 from adacheck_store.format.errors import ModelMismatchError, OrderError, UnsupportedError
 
 from .extras import freeze, thaw
+from .hooks import scaler_at_work
 from .names import Model, modules_of, walk
 from .rng import rng_state
+
+log = logging.getLogger(__name__)
 
 
 class Tracked:
@@ -21,6 +25,7 @@ class Tracked:
         self._optimizers = optimizers
         self._called = len(optimizers) > 1
         self._objects: dict[str, Any] = {}
+        self._scaler_settled = False
         self._modules = {
             path.rstrip("."): module
             for root in modules_of(model)
@@ -66,6 +71,34 @@ class Tracked:
                     hint="call track(scheduler=...) before restore(), and end_step() after every "
                     "step",
                 )
+
+    def note_scaler(self, number: int) -> None:
+        """Say once that a gradient scaler is at work whose state nobody keeps.
+
+        Called from an optimizer's hooks. It is a warning, not an error as for a scheduler: a scale
+        that starts anew costs a few skipped steps, and a run that tracks nothing has its
+        boundaries by itself.
+        """
+        if self._scaler_settled:
+            return
+        optimizer: Any = self._optimizers[number]
+        scaler = scaler_at_work()
+        fed = any(
+            getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf")
+        )
+        if not fed and (scaler is None or not scaler.is_enabled()):
+            return
+        self._scaler_settled = True
+        schedulers = torch.optim.lr_scheduler.LRScheduler
+        mine = [item for item in self._objects.values() if not isinstance(item, schedulers)]
+        if any(item is scaler for item in mine) if scaler is not None else mine:
+            return
+        log.warning(
+            "%s is stepped by a gradient scaler that is not tracked: its scale is not in the steps "
+            "that are kept, so a restored run starts with its first scale and may skip other "
+            "steps. Call track(scaler=...) before restore(), and end_step() after every step",
+            "the optimizer" if len(self._optimizers) == 1 else f"optimizer {number}",
+        )
 
     def trees(self) -> dict[str, Any]:
         """Frozen trees of the generators, the objects and the modules' extra states."""

@@ -1,13 +1,23 @@
 """Several optimizers under one run."""
 
+import logging
+
 import pytest
 import torch
 
 from adacheck_store.format.bodies import decode_delta
 from adacheck_store.format.errors import OrderError, UnsupportedError
+from adacheck_store.store import open_store
 from tests.hooks.helpers import attach, check_records, new_url
 from tests.matrix import cases_several as cases
 from tests.matrix.kit import prove
+
+
+def extra_of(url, step):
+    """The head of a step's extra in a memory store."""
+    near = open_store(url).near
+    (key,) = [key for key in near.list("r/") if f"/extra/{step:012d}" in key]
+    return near.head(key).head
 
 
 @pytest.mark.parametrize(
@@ -30,6 +40,40 @@ def test_a_boundary_lists_its_updates_in_order():
     deltas = check_records(url)
     orders = [[update.optimizer for update in decode_delta(deltas[n]).updates] for n in (1, 2)]
     assert orders == [[1, 1, 1, 1, 1, 0], []]
+
+
+class Tidy(cases.Gan):
+    """Drops what the generator's backward leaves in the critic before the boundary."""
+
+    def step(self, number):
+        """A round, and the critic's gradients gone."""
+        losses = super().step(number)
+        self.optimizers[1].zero_grad()
+        return losses
+
+
+@pytest.mark.parametrize(
+    ("case", "told"), [(cases.Gan, 1), (Tidy, 0), (cases.InBackward, 0), (cases.GanRates, 1)]
+)
+def test_gradients_kept_in_vain_are_said_once(case, told, caplog):
+    """A critic's, after the generator's backward: kept, for nothing tells that nobody needs them.
+
+    A loop that drops them before the boundary has smaller steps.
+    """
+    gan, url = case(), new_url()
+    with attach(gan.model, gan.optimizers, url) as ckpt, caplog.at_level(logging.WARNING):
+        ckpt.restore()
+        for number in range(1, 12):
+            gan.step(number)
+            ckpt.end_step()
+    said = [record for record in caplog.records if "were dropped unused" in record.getMessage()]
+    assert len(said) == told
+    if told:
+        assert "call zero_grad() before end_step()" in said[0].getMessage()
+        assert "4 parameters (the first of shape (19, 5), 0.0 MB" in said[0].getMessage()
+    kept = [len(extra_of(url, step).arrays) for step in (5, 10)]
+    plain = 3  # the generators' states
+    assert kept == ([plain + 4] * 2 if told else [plain] * 2)
 
 
 def test_end_step_cannot_be_forgotten():
