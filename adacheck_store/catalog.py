@@ -21,7 +21,8 @@ class RecordRef:
     """A record some tiers hold: enough of its head to plan with.
 
     ``tiers`` names the holders, nearest first. ``gap`` is a base's (None elsewhere), ``refs``
-    an extra's references to earlier steps.
+    an extra's references to earlier steps. ``since`` is of a base the step of the exact base that
+    it goes back to: its own step, unless it was folded in class ``bounded``.
     """
 
     key: str
@@ -39,6 +40,7 @@ class RecordRef:
     exactness: str = ""
     gap: Mapping[str, Any] | None = None
     refs: tuple[int, ...] = ()
+    since: int = -1
 
 
 class Gaps:
@@ -134,6 +136,7 @@ def make_ref(key: Key, sealed: SealedHead, tiers: Sequence[str]) -> RecordRef:
     body = head.body
     gap = body.get("gap") if head.kind == "base" else None
     refs = body.get("refs", {}) if head.kind == "extra" else {}
+    since = body.get("since")
     return RecordRef(
         key=str(key), kind=head.kind, term=head.term, part=head.part, step=head.step or 0,
         id=sealed.id, parent=head.parent, manifest=head.manifest, layout=head.layout,
@@ -142,6 +145,7 @@ def make_ref(key: Key, sealed: SealedHead, tiers: Sequence[str]) -> RecordRef:
         gap=gap if isinstance(gap, Mapping) else None,
         refs=tuple(sorted({s for s in refs.values() if type(s) is int}))
         if isinstance(refs, Mapping) else (),
+        since=since if type(since) is int else head.step or 0,
     )  # fmt: skip
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from adacheck_store.format.bodies import BaseBody
+from adacheck_store.format.bodies import BOUNDED_STEPS, BaseBody
+from adacheck_store.format.errors import NotProvableError
 from adacheck_store.format.head import ArrayInfo, Head, SealedHead
 from adacheck_store.format.ids import BLOCK_BYTES, block_digest
 from adacheck_store.format.keys import base_key
@@ -57,7 +58,8 @@ class ReplayedBase:
     """A base made by folding a plan, as a `tiers.base.Source`: streamed in bounded memory.
 
     `blocks` raises `ReplayMismatchError` or `BlocksLostError` where the fold does; then nothing
-    becomes visible. After `seal`, ``report`` says what the fold did.
+    becomes visible. After `seal`, ``report`` says what the fold did. Raises `NotProvableError`
+    where a fold of class ``bounded`` would go on for more than `BOUNDED_STEPS`.
     """
 
     expected_id: str | None = None
@@ -69,6 +71,13 @@ class ReplayedBase:
         self._fold: Fold = open_fold(fetcher, layout, plan)
         self._layout = layout
         self._plan = plan
+        self._since = plan.base.since if self._fold.report.exactness == "bounded" else None
+        if self._since is not None and step - self._since > BOUNDED_STEPS:
+            raise NotProvableError(
+                f"folds here drift, and step {self._since} is the last that is exact: they serve "
+                f"for {BOUNDED_STEPS} steps from there", run=run, part=plan.part, step=step,
+                hint="fold it on a machine with the trainer's arithmetic, or a nearer step",
+            )  # fmt: skip
         self._place = {"run": run, "term": term, "part": plan.part, "step": step}
         self._manifest = manifest
         self._sink = _BlockSink()
@@ -88,7 +97,7 @@ class ReplayedBase:
         assert report is not None
         body = BaseBody(
             origin="replayed", exactness=report.exactness, states=report.states,
-            boundary=report.boundary,
+            boundary=report.boundary, since=self._since,
         )  # fmt: skip
         arrays = tuple(self._array(section, role) for section, role in self._roles())
         place: dict[str, Any] = self._place

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from adacheck_store.format.bodies import BOUNDED_STEPS
 from adacheck_store.format.errors import UsageError
 from adacheck_store.tiers import failpoints
 
@@ -25,9 +26,10 @@ class Settings:
     steps between replayed bases. ``full_every``: steps between captured bases where updates cannot
     be folded (class ``unsupported``). ``object_lag`` and ``object_lag_s``: how far, in steps and in
     seconds, the object tier may stay behind. ``keep_bases``: bases a tier keeps, with what
-    follows. ``max_drift``: the largest difference of any number of the state that a fold under
-    another arithmetic may have (class ``bounded``). ``stall_timeout_s``: how long a step waits at
-    W before training goes on exposed.
+    follows. ``bounded_every``: steps between captured bases where folds here have another
+    arithmetic than the trainer (class ``bounded``), at most 256. ``max_drift``: the largest
+    difference of any number of the state that such a fold may have, in that number's own unit.
+    ``stall_timeout_s``: how long a step waits at W before training goes on exposed.
     ``grace_s``: age in seconds before a superseded record of the object tier is deleted.
     ``lmdb_bytes``: capacity of the LMDB tier (0: nine tenths of what the disk has for it).
     """
@@ -39,6 +41,7 @@ class Settings:
     object_lag: int = 64
     object_lag_s: float = 60.0
     keep_bases: int = 2
+    bounded_every: int = BOUNDED_STEPS
     max_drift: float = 1e-3
     stall_timeout_s: float = 30.0
     grace_s: float = 60.0
@@ -60,6 +63,11 @@ class Settings:
             value = getattr(self, name)
             if type(value) is not int or value < low:
                 raise UsageError(f"{name}={value!r}", hint=f"an integer of at least {low}")
+        if type(self.bounded_every) is not int or not 1 <= self.bounded_every <= BOUNDED_STEPS:
+            hint = f"an integer from 1 to {BOUNDED_STEPS}"
+            raise UsageError(f"bounded_every={self.bounded_every!r}", hint=hint)
+        if not isinstance(self.max_drift, int | float) or not self.max_drift >= 0:
+            raise UsageError(f"max_drift={self.max_drift!r}", hint="a number that is not negative")
 
 
 def environment() -> Mapping[str, str]:

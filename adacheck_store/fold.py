@@ -34,7 +34,7 @@ from .arrays import byte_view, from_typed, to_typed, torch_dtype
 from .engines import Piece, StepEngine
 from .fetch import ArrayReader, lost_if_malformed, refused
 from .fingerprint import block_sum
-from .optimizers import arithmetic_digest, spec_named
+from .optimizers import folds_alike, spec_named
 
 WINDOW_BYTES = 4 << 20
 """Bytes of the narrowest role in a window: whole blocks of every role."""
@@ -131,11 +131,10 @@ class Fold:
                 for update in delta.body.updates:
                     if update.optimizer != index:
                         continue
-                    theirs = delta.body.arithmetic[index : index + 1]
+                    theirs = delta.body.arithmetic[index]
                     with lost_if_malformed(delta.reader.ref), refused(delta.reader):
-                        ours = arithmetic_digest(name, update.groups, dtypes)
-                    if theirs != (ours,):
-                        return False
+                        if not folds_alike(name, update.groups, dtypes, theirs):
+                            return False
         return True
 
     def present(self, section: Section) -> list[bool]:

@@ -266,6 +266,11 @@ def arithmetic_digest(name: str, groups: Groups, dtypes: Sequence[str], device: 
     return _vector_digest(*key, _flushes_denormals())
 
 
+def folds_alike(name: str, groups: Groups, dtypes: Sequence[str], digest: str) -> bool:
+    """Whether folds here give the bits of a trainer whose arithmetic has this digest."""
+    return arithmetic_digest(name, groups, dtypes) == digest
+
+
 def _flushes_denormals() -> bool:
     """Whether this thread's arithmetic takes the smallest numbers for zero (a flag per thread)."""
     return (torch.full((), 2.0**-126) * 0.5).item() == 0.0

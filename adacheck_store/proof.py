@@ -10,6 +10,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from adacheck_store.format.bodies import BOUNDED_STEPS
+from adacheck_store.format.keys import MAX_STEP
 from adacheck_store.format.manifest import Manifest
 
 from .catalog import Catalog, Gaps, RecordRef
@@ -45,7 +47,10 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """How a part's state at a step is produced: a base, or a proof one step before and a delta."""
+    """How a part's state at a step is produced: a base, or a proof one step before and a delta.
+
+    ``last`` is the last step that may be proven from it: drift accumulates from base to base.
+    """
 
     link: str
     layout: str
@@ -53,6 +58,7 @@ class Proof:
     delta: RecordRef | None = None
     prior: Proof | None = None
     length: int = 0
+    last: int = MAX_STEP
 
     def records(self) -> tuple[RecordRef, tuple[RecordRef, ...]]:
         """The base, and the deltas to fold into it in order."""
@@ -112,13 +118,15 @@ def prove_steps(
         here = dict(proven.get(step, {}))
         for ref in () if step in blocked else deltas.get(step, ()):
             prior = before.get(ref.parent)
-            if prior is not None and prior.layout == ref.layout:
+            if prior is not None and prior.layout == ref.layout and step <= prior.last:
                 here[ref.id] = Proof(
-                    ref.id, ref.layout, delta=ref, prior=prior, length=prior.length + 1
-                )
+                    ref.id, ref.layout, delta=ref, prior=prior, length=prior.length + 1,
+                    last=prior.last,
+                )  # fmt: skip
         for ref in sorted(bases.get(step, ()), key=lambda ref: _base_preference(manifests, ref)):
             if ref.origin == "captured" or step not in blocked:
-                here[ref.parent] = Proof(ref.parent, ref.layout, base=ref)
+                last = ref.since + BOUNDED_STEPS if ref.exactness == "bounded" else MAX_STEP
+                here[ref.parent] = Proof(ref.parent, ref.layout, base=ref, last=last)
         if here:
             proven[step] = here
     return proven

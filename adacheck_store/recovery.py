@@ -234,7 +234,7 @@ class Prover:
             return "is unprovable here (a gap, re-based later)"
         if step not in held:
             return "has no delta and no base"
-        return "has a delta, but no base that its chain reaches"
+        return "has a delta, but no base that its chain reaches, or that still serves"
 
 
 def plan_restore(catalog: Catalog, step: int | None = None, term: str = "") -> RestorePlan:

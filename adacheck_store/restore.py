@@ -27,7 +27,7 @@ from adacheck_store.tiers.base import Tier
 
 from .arrays import tensor_of, torch_dtype
 from .catalog import Catalog, RecordRef, read_catalog
-from .drift import Drift, measure, stretch
+from .drift import Drift, measure, stretch, too_much
 from .fetch import ArrayReader, BlocksLostError, Fetcher
 from .fold import Fold, FoldReport
 from .recovery import PartPlan, RestorePlan, plan_restore
@@ -234,13 +234,8 @@ def _drift(
             continue  # what lies before the base is not needed
         found = drift.joined(found)
         if drift.absolute > max_drift and part.deltas:
-            error = ReplayMismatchError(
-                f"folding here drifts by {drift.absolute:.3g} in {drift.steps} steps, more than "
-                f"max_drift {max_drift:g}", run=plan.run, part=part.part, step=part.base.step,
-                hint="restore on a machine with the trainer's arithmetic",
-            )  # fmt: skip
-            error.last_match = part.base.step
-            raise error
+            place = {"run": plan.run, "part": part.part, "step": part.base.step}
+            raise too_much(drift, max_drift, part.base.step, **place)
     return found
 
 

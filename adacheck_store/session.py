@@ -359,6 +359,7 @@ class RunSession:
         writer, upkeep = self._running()
         progress = dataclasses.replace(upkeep.progress)
         error = writer.error or upkeep.error
+        drift = progress.drift
         return Status(
             run=self.run, term=str(self._term), step=self._step, stored=progress.stored,
             drained=progress.drained, base=progress.base, in_flight=writer.in_flight,
@@ -369,6 +370,9 @@ class RunSession:
             compactions=progress.compactions, background_cpu_s=writer.cpu_s + progress.cpu_s,
             near=self.store.near.traits.name, far=self.store.far.traits.name,
             exactness=progress.exactness, mismatch=self._mismatch,
+            drift=None if drift is None else drift.absolute,
+            drift_ulps=None if drift is None else drift.ulps,
+            drift_steps=None if drift is None else drift.steps,
         )  # fmt: skip
 
     def close(self) -> None:

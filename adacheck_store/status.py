@@ -12,9 +12,12 @@ class Status:
     ``step`` is the last boundary handed over, ``stored`` the last one synced in the near tier,
     ``drained`` the last one in the far tier, ``base`` the newest base. ``exposed``: training goes
     on without being saved. ``exactness`` is the class of the newest base; ``mismatch`` says what
-    the last fold found wrong with the chain, if one ever did. Bytes are totals
-    since the writer started; ``background_cpu_s`` is the processor time of the writer's and
-    upkeep's threads.
+    the last fold found wrong with the chain, if one ever did. ``drift`` is the largest difference
+    of any number of the state, in its own unit, between folds here and what the trainer had, as
+    the last captured base showed it, ``drift_ulps`` the largest in units in the last place,
+    ``drift_steps`` over how many steps (None: nothing compared yet, or all is ``exact``). Bytes
+    are totals since the writer started; ``background_cpu_s`` is the processor time of the writer's
+    and upkeep's threads.
     """
 
     run: str
@@ -36,3 +39,6 @@ class Status:
     far: str
     exactness: str = "exact"
     mismatch: str = ""
+    drift: float | None = None
+    drift_ulps: int | None = None
+    drift_steps: int | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from .catalog import RecordRef
+from .drift import Drift
 from .recovery import PartPlan
 
 
@@ -46,5 +47,6 @@ class Progress:
     bytes_drained: int = 0
     bytes_bases: int = 0
     compactions: int = 0
+    drift: Drift | None = None
     exactness: str = "exact"
     cpu_s: float = 0.0

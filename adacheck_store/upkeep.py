@@ -11,9 +11,11 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
+from adacheck_store.format.bodies import BOUNDED_STEPS
 from adacheck_store.format.errors import (
     AdaCheckError,
     FormatError,
+    NotProvableError,
     RecordNotFoundError,
     ReplayMismatchError,
     TermError,
@@ -26,6 +28,7 @@ from .catalog import RecordRef, make_ref
 from .compact import ReplayedBase
 from .config import Settings
 from .drain import copy_records, in_batches
+from .drift import CapturedBases
 from .duty import Duty
 from .fetch import BlocksLostError, Fetcher
 from .recovery import PartPlan
@@ -42,8 +45,9 @@ class Upkeep:
 
     ``stored`` is told what became durable (any thread). A failure is kept in ``error`` and tried
     again later; losing the run to a newer term is final and kept in ``fenced``.
-    ``ask_for_base(reason, first)`` is called when a fold proves the chain wrong. ``layouts`` are
-    the run's by id, more of which may come later.
+    ``ask_for_base(reason, first)`` is called when a fold proves the chain wrong. Captured bases
+    that the chain reaches are compared with its fold before it is compacted further. ``layouts``
+    are the run's by id, more of which may come later.
     """
 
     def __init__(
@@ -64,8 +68,10 @@ class Upkeep:
         self._oldest = time.monotonic()
         self._graves: list[tuple[float, Tier, list[str]]] = []
         self._far_bases: set[int] = set()
+        self._captured = CapturedBases(settings.max_drift)
         self._flushing = bool(backlog)
-        self._prune_wanted: set[str] = {store.near.traits.name, store.far.traits.name}
+        self._pair = (store.near, store.far)
+        self._prune_wanted: set[str] = {tier.traits.name for tier in self._pair}
         self._changed = threading.Condition(threading.RLock())
         self._progress = Progress(base=tail.base.step if tail.base else -1)
         self.fenced: TermError | None = None
@@ -82,6 +88,7 @@ class Upkeep:
     @property
     def progress(self) -> Progress:
         """How far everything is; ``cpu_s`` of all threads together."""
+        self._progress.drift = self._captured.drift
         self._progress.cpu_s = sum(duty.cpu_s for duty in self._duties)
         return self._progress
 
@@ -102,6 +109,8 @@ class Upkeep:
             if not self._undrained:
                 self._oldest = time.monotonic()
             for ref in refs:
+                if ref.kind == "base" and ref.gap is None:
+                    self._captured.add(self._tail.plan(self._part, ref.step), ref)
                 self._tail.add(ref)
                 if ref.kind == "base":
                     self._progress.base, self._progress.exactness = ref.step, ref.exactness
@@ -155,12 +164,31 @@ class Upkeep:
     # Compaction ------------------------------------------------------------------------------
 
     def _compact_due(self) -> bool:
-        return self._target() is not None
+        return bool(self._captured) or self._target() is not None
 
     def _compact_next(self) -> None:
         target = self._target()
-        if target is not None:
+        if self._captured:
+            self._compare()
+        elif target is not None:
             self._compact(target)
+
+    def _compare(self) -> None:
+        """Hold the oldest captured base against the fold that should give it.
+
+        A difference ends the chain at the exact base before: what was folded since is wrong.
+        """
+        plan, truth = self._captured.first()
+        fetcher, layout = Fetcher(self._store.tiers), self._layouts[plan.layout]
+        try:
+            self._captured.compare(fetcher, layout, self._anywhere(plan), self._held(truth))
+        except ReplayMismatchError as error:
+            self._distrust(str(error), error.last_match + 1)
+            raise
+        finally:
+            with self._changed:
+                self._captured.done()
+                self._prune_wanted |= {tier.traits.name for tier in self._pair}
 
     def _target(self) -> int | None:
         """The multiple of ``base_every`` to compact to next, if the tail reaches one."""
@@ -177,16 +205,20 @@ class Upkeep:
             with self._changed:  # a gap: nothing to fold until the captured base that closes it
                 self._tail.base = None
             return
-        source = ReplayedBase(
-            Fetcher(self._store.tiers), self._layouts[plan.layout], self._anywhere(plan),
-            run=self._run_name, term=str(self._term), step=step, manifest=plan.deltas[-1].manifest,
-        )  # fmt: skip
         near = self._store.near
         try:
+            source = ReplayedBase(
+                Fetcher(self._store.tiers), self._layouts[plan.layout], self._anywhere(plan),
+                run=self._run_name, term=str(self._term), step=step,
+                manifest=plan.deltas[-1].manifest,
+            )  # fmt: skip
             near.put([source])
             near.sync()
         except ReplayMismatchError as error:
             self._distrust(str(error), error.last_match + 1)
+            raise
+        except NotProvableError as error:
+            self._distrust(str(error), plan.base.since + BOUNDED_STEPS + 1)
             raise
         except BlocksLostError as error:
             if self._tail.base is not plan.base:
@@ -207,12 +239,12 @@ class Upkeep:
 
     def _anywhere(self, plan: PartPlan) -> PartPlan:
         """The plan with every tier as a holder: what is damaged here may have been drained."""
-        names = tuple(tier.traits.name for tier in self._store.tiers)
         return dataclasses.replace(
-            plan,
-            base=dataclasses.replace(plan.base, tiers=names),
-            deltas=tuple(dataclasses.replace(ref, tiers=names) for ref in plan.deltas),
+            plan, base=self._held(plan.base), deltas=tuple(map(self._held, plan.deltas))
         )
+
+    def _held(self, ref: RecordRef) -> RecordRef:
+        return dataclasses.replace(ref, tiers=tuple(tier.traits.name for tier in self._store.tiers))
 
     def _distrust(self, why: str, first: int) -> None:
         """The chain is wrong from ``first`` on: stop folding it, ask for a captured base."""
@@ -252,7 +284,6 @@ class Upkeep:
 
     def _drained(self, keys: Iterable[Key]) -> None:
         """Take note of records that are synced in the far tier."""
-        near, far = self._store.near, self._store.far
         with self._changed:
             done = set(keys)
             self._undrained = [key for key in self._undrained if key not in done]
@@ -266,7 +297,7 @@ class Upkeep:
             if whole and max(whole) > self._progress.far_base:
                 self._progress.far_base = max(whole)
                 self._far_bases -= set(whole)
-                self._prune_wanted |= {near.traits.name, far.traits.name}
+                self._prune_wanted |= {tier.traits.name for tier in self._pair}
 
     def _drain_batch(self, batch: list[str]) -> None:
         far = self._store.far
@@ -298,7 +329,7 @@ class Upkeep:
     def _prune(self) -> None:
         """Each tier is tried, whatever became of the other; what failed stays wanted."""
         first: AdaCheckError | None = None
-        for tier in dict.fromkeys((self._store.near, self._store.far)):
+        for tier in dict.fromkeys(self._pair):
             try:
                 self._prune_tier(tier)
             except AdaCheckError as error:
@@ -325,9 +356,11 @@ class Upkeep:
         """Write a higher floor for a tier if it can bear one, and mark what lies below it."""
         near = tier is self._store.near and tier is not self._store.far
         progress = self._progress
+        with self._changed:  # what is still to be compared stays
+            caps = [self._captured.floor(), *((progress.drained, progress.far_base) * near)]
         floor, doomed = raise_floor(
             tier, self._run_name, self._settings.keep_bases,
-            cap=min(progress.drained, progress.far_base) if near else None,
+            cap=min((cap for cap in caps if cap is not None), default=None),
             current=progress.near_floor if near else progress.far_floor,
             put=lambda choice: self._put_floor(tier, choice),
         )  # fmt: skip

@@ -24,6 +24,9 @@ ENCODINGS = ("raw", "bf16", "fp16")
 ORIGINS = ("captured", "replayed")
 CLASSES = ("exact", "bounded", "unsupported")
 
+BOUNDED_STEPS = 256
+"""Steps that folds of class ``bounded`` may go on from a base that is exact."""
+
 _SUMS = re.compile(r"(?:[0-9a-f]{16})+")
 _INFINITY = 0x7F80_0000
 
@@ -131,7 +134,8 @@ class BaseBody:
 
     ``origin`` is ``captured`` or ``replayed``, ``exactness`` one of `CLASSES`. ``gap``, where
     the spine starts anew for a reason other than a term: ``{"reason": str, "from": step}``;
-    folding through steps ``from`` .. this base's is unprovable.
+    folding through steps ``from`` .. this base's is unprovable. ``since``, of a replayed base of
+    class ``bounded``, is the step of the exact base it was folded from (None: not told).
     """
 
     origin: str
@@ -139,10 +143,12 @@ class BaseBody:
     states: Mapping[str, SectionState]
     boundary: tuple[Groups, ...] = ()
     gap: Mapping[str, Any] | None = None
+    since: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The head's body."""
-        return {
+        told = {} if self.since is None else {"since": self.since}
+        return told | {
             "origin": self.origin,
             "class": self.exactness,
             "states": {
@@ -234,6 +240,7 @@ def decode_base(head: Head) -> BaseBody:
             states={strict.text(name): _decode_state(item) for name, item in states.items()},
             boundary=tuple(_groups(item) for item in strict.items(found["boundary"])),
             gap=_decode_gap(found["gap"], found["origin"], head.step or 0),
+            since=_decode_since(found, head.step or 0),
         )
     except (TypeError, ValueError) as exc:
         raise MalformedError(f"not a base: {exc}"[:300], rule="base").at(**head.place()) from exc
@@ -336,6 +343,17 @@ def _decode_gap(item: Any, origin: str, step: int) -> dict[str, Any] | None:
     if origin != "captured" or start > step:
         raise ValueError("a gap ends in a captured base")
     return {"reason": strict.text(found["reason"]), "from": start}
+
+
+def _decode_since(body: Mapping[str, Any], step: int) -> int | None:
+    since = body.get("since")
+    if since is None:
+        return None
+    if body["origin"] != "replayed" or body["class"] != "bounded":
+        raise ValueError("since belongs to replayed bases of class bounded")
+    if not 0 < step - strict.count(since) <= BOUNDED_STEPS:
+        raise ValueError(f"folded from step {since} to step {step}")
+    return int(since)
 
 
 def _check_extra(head: Head, extra: ExtraBody) -> None:

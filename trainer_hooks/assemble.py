@@ -81,14 +81,17 @@ class Assembly:
 
     def boundary(
         self, step: int, buffer: HostBuffer, updates: Sequence[CapturedUpdate],
-        extras: Mapping[str, Any], gap: Mapping[str, Any] | None,
+        extras: Mapping[str, Any], gap: Mapping[str, Any] | None, *, based: bool = False,
     ) -> ClosedBoundary:  # fmt: skip
-        """Close a boundary: copy what the encoder will read, and read what is small."""
+        """Close a boundary: copy what the encoder will read, and read what is small.
+
+        A captured base comes instead of the delta where there is a gap, and besides if ``based``.
+        """
         area = None
         copies: list[SetCopy] = []
         try:
-            whole = gap is not None or step % self._settings.base_every == 0
-            if whole:
+            captured = based or gap is not None
+            if captured or step % self._settings.base_every == 0:
                 area = self.stager.area()
                 fill_area(self.binding, area)
             else:
@@ -98,8 +101,8 @@ class Assembly:
                 step=step, encoder=self.encoder, buffer=buffer, area=area, updates=updates,
                 copies=copies, groups=boundary_groups(self.binding),
                 arrays=existing_arrays(self.binding),
-                states=section_states(self.binding) if gap is not None else {},
-                extras=extras, on_release=self._release, gap=gap,
+                states=section_states(self.binding) if captured else {},
+                extras=extras, on_release=self._release, gap=gap, based=based,
             )  # fmt: skip
             buffer.landed()
             return closed

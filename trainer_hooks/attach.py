@@ -36,6 +36,8 @@ def attach(
     strict: bool = False,
     lmdb_bytes: int = 0,
     names: Mapping[str, torch.Tensor] | None = None,
+    bounded_every: int = 256,
+    max_drift: float = 1e-3,
 ) -> Checkpointer:
     """Keep a checkpoint of every step of a run in the store at a URL.
 
@@ -46,18 +48,24 @@ def attach(
     often a base is made by folding, ``full_every`` how often the whole state is kept where
     updates cannot be folded (an optimizer that nobody has proven), ``object_lag`` how many steps
     the object tier may stay behind, ``keep`` how many bases are kept. ``k``, the failure domains
-    that memory survives, has no effect without agents. ``resume`` is ``auto``, ``must`` (an error
-    on a run without history) or ``never``. ``strict`` raises an error of saving at the next
-    boundary. ``lmdb_bytes`` is the LMDB tier's capacity (0: nine tenths of what its disk has; it
-    needs about ``keep`` + 1 whole states and the gradients of ``keep * base_every`` steps).
+    that memory survives, is for agents, which do not exist yet: it has no effect. ``resume`` is
+    ``auto``, ``must`` (an error on a run without history) or ``never``. ``strict`` raises an error
+    of saving at the next boundary. ``lmdb_bytes`` is the LMDB tier's capacity (0: nine tenths of
+    what its disk has; it needs about ``keep`` + 1 whole states and the gradients of
+    ``keep * base_every`` steps).
     ``names`` names tensors of the optimizer that are not in the model.
+
+    Where folds on this machine cannot give the trainer's bits (class ``bounded``: training on a
+    GPU) the whole state is kept besides, every ``bounded_every`` steps (at most 256), and compared
+    with the fold that leads to it. If any number differs by more than ``max_drift``, in that
+    number's own unit, the steps between are no longer offered; a restore obeys it too.
 
     What is not supported is refused here, before the store is touched.
     """
     settings = Settings(
         policy=policy, window=window, base_every=base_every, full_every=full_every,
         object_lag=object_lag, keep_bases=keep, start_step=start_step, resume=resume, strict=strict,
-        lmdb_bytes=lmdb_bytes,
+        lmdb_bytes=lmdb_bytes, bounded_every=bounded_every, max_drift=max_drift,
     )  # fmt: skip
     bind(model, optimizer, names)
     session = RunSession.open(store, run, cache=cache, settings=settings)

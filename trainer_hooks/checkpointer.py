@@ -76,7 +76,7 @@ class Checkpointer:
         self._step = settings.start_step
         self._updates = [0] * len(self._optimizers)
         self._moved = ""
-        self._kept = self._begun = settings.start_step
+        self._kept = self._begun = self._exact = settings.start_step
         self._carried: Any = None
         self._failure: AdaCheckError | None = None
         self._restoring = self._loading = False
@@ -129,6 +129,8 @@ class Checkpointer:
         self._tracked.load(tree)
         self._carried = tree.get("carried")
         self._begin(restored.step)
+        if restored.certificate.exactness == "exact":
+            self._exact = restored.certificate.base_step
         rng = tree.get("rng")
         if rng is not None:
             set_rng_state(rng)
@@ -148,7 +150,7 @@ class Checkpointer:
             )  # fmt: skip
         finally:
             boundary.release()
-        self._step = self._kept = self._begun = step
+        self._step = self._kept = self._begun = self._exact = step
         self._capture_by(assembly)
 
     def _capture_by(self, assembly: Assembly) -> None:
@@ -298,7 +300,12 @@ class Checkpointer:
         assert self._assembly is not None
         extras = self._extras(self._assembly)
         buffer, updates = self._capture.take()
-        return self._assembly.boundary(self._step, buffer, updates, extras, gap)
+        late = self._step - self._exact >= self._settings.bounded_every
+        based = gap is None and late and self._assembly.encoder.bounded
+        closed = self._assembly.boundary(self._step, buffer, updates, extras, gap, based=based)
+        if based or gap is not None:
+            self._exact = self._step
+        return closed
 
     def _extras(self, assembly: Assembly) -> dict[str, Any]:
         trees = self._tracked.trees()

@@ -24,7 +24,7 @@ from adacheck_store.format.bodies import (
 from adacheck_store.format.errors import AdaCheckError
 from adacheck_store.format.layout import Layout, Section, align
 from adacheck_store.format.record import Record
-from adacheck_store.optimizers import arithmetic_digest
+from adacheck_store.optimizers import arithmetic_digest, folds_alike
 
 from .blocks import BlockWatch, sums_of
 from .capture_base import base_record, sealed_record
@@ -63,7 +63,10 @@ class _Place:
 
 
 class Encoder:
-    """What all boundaries of a run share: the binding, and what was stored last."""
+    """What all boundaries of a run share: the binding, and what was stored last.
+
+    ``bounded`` once some update's arithmetic was not that of folds on this machine.
+    """
 
     def __init__(
         self, binding: Binding, blocks: BlockWatch, new_area: Callable[[], StateArea]
@@ -72,6 +75,8 @@ class Encoder:
         self.blocks = blocks
         self.new_area = new_area
         self.stored = Stored()
+        self.bounded = False
+        self._judged: set[str] = set()
         self._members: dict[str, list[int]] = {}
         self._places = {
             (section.name, role): (i, j)
@@ -93,8 +98,14 @@ class Encoder:
             slots = [s for s in self.binding.trained if s.section.optimizer == number]
             dtypes = sorted({slot.section.roles[0][1] for slot in slots})
             device = next((s.item.tensor.device for s in slots if remote(s.item.tensor)), "cpu")
-            known = spec.foldable
-            found.append(arithmetic_digest(spec.name, groups, dtypes, str(device)) if known else "")
+            if not spec.foldable:
+                found.append("")
+                continue
+            digest = arithmetic_digest(spec.name, groups, dtypes, str(device))
+            found.append(digest)
+            if digest not in self._judged:
+                self._judged.add(digest)
+                self.bounded |= not folds_alike(spec.name, groups, dtypes, digest)
         return tuple(found)
 
     def update(
@@ -242,9 +253,10 @@ def encode_sets(copies: Sequence[SetCopy]) -> tuple[list[SetPiece], dict[str, to
 class ClosedBoundary:
     """A boundary with its buffers (see `boundary.Boundary`); the writer owns it until `release`.
 
-    ``gap`` is that of the base it comes with instead of a delta; ``failure`` why there is no
-    delta to be had. ``area`` holds the whole state where one was wanted, ``arrays`` names the
-    arrays of the state that exist. What was copied may be read only once it has landed.
+    ``gap`` is that of the base it comes with instead of a delta, ``based`` says that one comes
+    besides; ``failure`` why there is no delta to be had. ``area`` holds the whole state where one
+    was wanted, ``arrays`` names the arrays of the state that exist. What was copied may be read
+    only once it has landed.
     """
 
     step: int
@@ -261,6 +273,7 @@ class ClosedBoundary:
     start: bool = False
     failure: AdaCheckError | None = None
     gap: Mapping[str, Any] | None = None
+    based: bool = False
     _content: tuple[DeltaBody, dict[str, torch.Tensor]] | None = None
 
     @property
@@ -318,7 +331,7 @@ class ClosedBoundary:
 
     def base(self, link: Link) -> Record | None:
         """A captured base of this step, where one was wanted."""
-        if self.area is None or not (self.start or self.gap is not None):
+        if self.area is None or not (self.start or self.based or self.gap is not None):
             return None
         self._settle()
         self.encoder.stored.rebase(self.copies)

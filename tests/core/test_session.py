@@ -1,5 +1,6 @@
 """Sessions: terms, branches, fencing, gaps, stalls, and which tier can stand for which."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -11,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from adacheck_store import duty as duty_module
 from adacheck_store import writer as writer_module
@@ -649,6 +651,42 @@ def test_a_mismatch_before_its_base_came_ends_the_chain_aloud() -> None:
 
 
 # Which tier stands for which -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_captured_base_is_compared_with_the_fold_that_leads_to_it(wrong: bool) -> None:
+    """In class exact any difference, here of one bit, ends the chain at the base before."""
+    near = KeptTier("near")
+    session = session_on(near, near, dataclasses.replace(KEEP, base_every=100))
+    toy, journal = make_toy(absent=0.0), Journal()
+    toy.fingerprints = lambda twist=0: ()  # they would tell it too
+    begin(session, toy, journal)
+    train(session, toy, journal, 4)
+    toy.train()
+    if wrong:
+        with torch.no_grad():
+            toy.params[0].view(-1)[:1].view(torch.int32).bitwise_xor_(1)
+    journal.note(toy)
+    session.append(toy.boundary(based=True))
+    if wrong:
+        until(lambda: session.wants_base() is not None)
+    else:
+        session.flush(WAIT_S)
+    status = session.status()
+    if wrong:
+        assert "the fold of the chain is not the captured base" in status.mismatch
+    else:
+        assert (status.mismatch, status.drift, status.drift_ulps) == ("", 0.0, 0)
+        assert status.drift_steps == 5
+    train(session, toy, journal, 1)
+    session.flush(WAIT_S)
+    session.close()
+    steps = []
+    for step in range(7):
+        with contextlib.suppress(NotProvableError):
+            journal.assert_same(restore_state([near], "run", step=step))
+            steps.append(step)
+    assert steps == ([0, 5, 6] if wrong else list(range(7)))
 
 
 def test_each_tier_alone_restores_what_was_flushed(tmp_path: Path) -> None:

@@ -158,8 +158,8 @@ class Toy:
         """An extra with a counter in it."""
         return self._seal("extra", link, ExtraBody(tree={"n": self.step}), {}, self.step, "")
 
-    def boundary(self, gap=None, twist: int = 0):
-        """A closed boundary whose content is frozen now."""
+    def boundary(self, gap=None, twist: int = 0, *, based: bool = False):
+        """A closed boundary whose content is frozen now; ``based``: with a base besides."""
         toy = self
 
         class Frozen:
@@ -170,8 +170,9 @@ class Toy:
                 self.saved = {}
                 fake = Link(run="x", term="t000001-" + "0" * 16, part="p000000", rank="r000000",
                             parent="0" * 64, manifest="0" * 64, layout="0" * 64)  # fmt: skip
-                make = {"base": lambda: toy.base(fake, gap)} if gap else {
-                    "delta": lambda: toy.delta(fake, twist)}  # fmt: skip
+                make = {"base": lambda: toy.base(fake, gap)} if gap or based else {}
+                if not gap:
+                    make["delta"] = lambda: toy.delta(fake, twist)
                 for kind, call in {**make, "extra": lambda: toy.extra(fake)}.items():
                     r = call()
                     copy = {n: memoryview(bytes(v)) for n, v in r.arrays.items()}

@@ -130,7 +130,8 @@ class Decoder:
         kind, body = head["kind"], head["body"]
         if kind == "claim":
             return need(body == {}, "body")
-        self._object(body, f"body {kind}")
+        more = self.column("body base bounded", "field") if body.get("class") == "bounded" else ()
+        self._object({key: body[key] for key in body if key not in more}, f"body {kind}")
         for path, table in (
             (("sections",), "section"), (("sections", "slices"), "slice"), (("parts",), "part"),
             (("updates",), "update"), (("states",), "state"),

@@ -111,6 +111,17 @@ BASES: dict[str, Change] = {
     "gap without reason": put({"from": 0}, "body", "gap"),
     "gap from later": put({"reason": "x", "from": 13}, "body", "gap"),
     "gap of a replayed base": put("replayed", "body", "origin"),
+    "since of a captured base": put(0, "body", "since"),
+}
+
+BOUNDED: dict[str, Change] = {
+    "since itself": put(16, "body", "since"),
+    "since later": put(17, "body", "since"),
+    "since negative": put(-1, "body", "since"),
+    "since true": put(True, "body", "since"),
+    "since text": put("0", "body", "since"),
+    "since too long ago": lambda head: head.update(step=257),
+    "since of an exact base": put("exact", "body", "class"),
 }
 
 EXTRAS: dict[str, Change] = {
@@ -289,6 +300,10 @@ VALUES: dict[str, tuple[Json, str]] = {
 CASES: dict[str, tuple[str, Change, str]] = {
     **{f"delta: {case}": ("delta", change, "delta") for case, change in DELTAS.items()},
     **{f"base: {case}": ("base", change, "base") for case, change in BASES.items()},
+    **{
+        f"bounded base: {case}": ("base-bounded", change, "base")
+        for case, change in BOUNDED.items()
+    },
     **{f"extra: {case}": ("extra", change, "extra") for case, change in EXTRAS.items()},
     **{f"layout: {case}": ("layout", *item) for case, item in LAYOUTS.items()},
     **MANIFESTS,

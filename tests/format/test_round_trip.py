@@ -1,5 +1,6 @@
 """Every kind: what is encoded is decoded again, and encoded into the same bytes."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -142,8 +143,11 @@ def bases(draw: st.DrawFn, step: int = 7) -> bodies.BaseBody:
     """A base's body."""
     gap = {"reason": draw(NAMES), "from": draw(st.integers(0, step))}
     origin = draw(st.sampled_from(bodies.ORIGINS))
+    exactness = draw(st.sampled_from(bodies.CLASSES))
+    folded = (origin, exactness) == ("replayed", "bounded")
     return bodies.BaseBody(
-        origin=origin, exactness=draw(st.sampled_from(bodies.CLASSES)),
+        origin=origin, exactness=exactness,
+        since=draw(st.none() | st.integers(0, step - 1)) if folded else None,
         states=draw(st.dictionaries(NAMES, states(), max_size=2)), boundary=draw(tuples(GROUPS)),
         gap=draw(st.sampled_from([None, gap])) if origin == "captured" else None,
     )  # fmt: skip
@@ -220,6 +224,8 @@ def test_delta(place: Json, state: Json, body: bodies.DeltaBody, data: Json, inf
 @given(PLACE, STATE, bases(), arrays(), INFOS)
 def test_base(place: Json, state: Json, body: bodies.BaseBody, data: Json, info: Json) -> None:
     """Bases come back."""
+    if body.since is not None:
+        body = dataclasses.replace(body, since=max(0, state["step"] - 1 - body.since))
     head = {"kind": "base", **place, **state, "body": body.to_json()}
     check(record_of(head, data, info), body)
 

@@ -6,6 +6,7 @@ means that old stores can no longer be read. Tests compare the files with `golde
 
 from __future__ import annotations
 
+import dataclasses
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -215,6 +216,8 @@ REPLAYED = BaseBody(
     boundary=(AFTER, (SGD,)),
 )
 
+BOUNDED = dataclasses.replace(REPLAYED, since=0)
+
 REPLAYED_ARRAYS = {
     **{name: BASE_ARRAYS[name] for name in BASE_ARRAYS if "exp_avg" not in name},
     "sgd.c64/momentum_buffer": ("C64", pack("f", 1, 2, elements=128)),
@@ -278,6 +281,9 @@ def golden() -> dict[str, Golden]:
     found["base"] = Golden(BASE, decode_base, state("base", 12, BASE, BASE_ARRAYS))
     found["base-replayed"] = Golden(
         REPLAYED, decode_base, state("base", 16, REPLAYED, REPLAYED_ARRAYS)
+    )
+    found["base-bounded"] = Golden(
+        BOUNDED, decode_base, state("base", 16, BOUNDED, REPLAYED_ARRAYS)
     )
     head = Head(
         kind="extra", run=RUN, term=TERM, part="r000000", step=12, manifest=manifest_id,
