@@ -150,11 +150,12 @@ class LmdbTier(Tier):
             for arrival in new:
                 key = head_key(arrival.source.key)
                 old = txn.get(key)
+                if old is not None and self._stands(old, arrival):
+                    # Another thread was faster, and a third may be repairing what it put.
+                    stale.append(arrival.prefix)
+                    continue
                 if old is not None:
-                    # Another thread was faster (the same record, or this is a fork), or the
-                    # head that stands here does not verify: ours takes its place.
                     stale.append(bytes(old[:PREFIX_BYTES]))
-                    self._yield_to_verified(old, arrival)
                 grown += put_entry(txn, key, arrival.value)
             return grown
 
@@ -164,13 +165,15 @@ class LmdbTier(Tier):
             pages.written(env.write("lmdb.head", body, pages.waiting_bytes + heads))
         self._drop(env, stale)
 
-    def _yield_to_verified(self, old: Buffer, arrival: _Arrival) -> None:
+    def _stands(self, old: Buffer, arrival: _Arrival) -> bool:
+        """Whether a record that came meanwhile verifies; another one than ours is a fork."""
         try:
             held = self._heads.parse(old).sealed
         except FormatError:
-            return
+            return False
         if held.id != arrival.sealed.id:
             check_same(arrival.source, held)
+        return True
 
     def _withdraw(self, env: LmdbEnv, fresh: Mapping[bytes, bytes]) -> None:
         """Delete the pages of a put that failed; what cannot be is swept at the next open.

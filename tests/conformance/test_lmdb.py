@@ -4,7 +4,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,8 +26,11 @@ from adacheck_store.format.errors import (
     TooNewError,
     UnsupportedError,
 )
+from adacheck_store.format.record import Block
 from adacheck_store.tiers import failpoints, lmdb_check, lmdb_entries, lmdb_env, medium
+from adacheck_store.tiers.base import RecordSource
 from adacheck_store.tiers.lmdb import LmdbTier
+from tests.conformance.doors import LmdbDoor
 from tests.conformance.records import MIB, World, fetch, grads, same, state
 
 
@@ -380,3 +385,47 @@ def test_heads_are_parsed_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> N
             tier.head(key)
     tier.close()
     assert len(parsed) == len(keys)
+
+
+def test_one_record_by_three_writers_leaves_no_pages(path: Path) -> None:
+    """One puts while a second has begun; a third that finds the first's record ends last."""
+    tier, world = LmdbTier(path), World()
+    tier.put(world.roots())
+    source = world.base(1, state())
+    second_is_done = threading.Event()
+
+    def third() -> Iterator[Block]:
+        assert second_is_done.wait(timeout=30)
+        yield from ordered
+
+    def second() -> Iterator[Block]:
+        tier.put([source])
+        late.start()
+        while third_source.asked == 0:
+            time.sleep(0.001)
+        yield from ordered
+
+    ordered = sorted(source.blocks(), key=lambda block: block.index)
+    third_source = Slow(source, third)
+    late = threading.Thread(target=lambda: tier.put([third_source]))
+    tier.put([Slow(source, second)])
+    second_is_done.set()
+    late.join(timeout=30)
+    assert same(tier, [source])
+    tier.close()
+    assert not LmdbDoor(path).leftovers()
+
+
+class Slow:
+    """A source whose blocks come by a generator of the test's own."""
+
+    def __init__(self, inner: RecordSource, blocks: Callable[[], Iterator[Block]]) -> None:
+        self.key, self.expected_id = inner.key, inner.expected_id
+        self.seal = inner.seal
+        self.asked = 0
+        self._blocks = blocks
+
+    def blocks(self) -> Iterator[Block]:
+        """What the generator gives."""
+        self.asked += 1
+        return self._blocks()
