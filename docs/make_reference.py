@@ -101,6 +101,8 @@ WHAT_TO_DO = {
     "TierDamagedError": "Nothing at once: the next writer sets a damaged LMDB aside, and restore "
     "uses the other tiers. Find out what damaged the disk.",
     "TierUnavailableError": "Check the medium and the system's log, then try again.",
+    "PeerRefusedError": "The message says which side has another key, user, run or version: make "
+    "them the same.",
     "TermError": "Stop this process: another one has restored the run and writes it now.",
     "RestoreError": "Check URL and run. `status` and `fsck` say what can be proven.",
     "NotProvableError": "Ask for one of the steps that the message names.",

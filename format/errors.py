@@ -19,7 +19,8 @@
     │   ├── TierReadOnlyError        the medium or the permission refuses writes
     │   ├── TierBusyError            another process holds it
     │   ├── TierDamagedError         its own structure does not verify
-    │   └── TierUnavailableError     it does not answer
+    │   ├── TierUnavailableError     it does not answer
+    │   └── PeerRefusedError         the agent there does not let us in
     ├── TermError                    a newer term has taken over this run
     ├── RestoreError                 nothing, or not what was asked, can be proven
     │   └── NotProvableError         the step asked for cannot be produced
@@ -155,6 +156,10 @@ class TierDamagedError(TierError):
 
 class TierUnavailableError(TierError):
     """The tier does not answer."""
+
+
+class PeerRefusedError(TierError):
+    """The agent there does not let us in: another key, run, user or version."""
 
 
 class TermError(AdaCheckError):

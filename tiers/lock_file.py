@@ -11,13 +11,13 @@ LOCK_FILE = "writer.lock"
 _TEXT_BYTES_MAX = 4096
 
 
-def acquire(folder: str, tier: str) -> int:
+def acquire(folder: str, tier: str, name: str = LOCK_FILE) -> int:
     """Lock a folder for this process and write its pid and command line into the lock file.
 
     Returns the descriptor that holds the lock until it is closed. Raises `TierBusyError` naming
     the process that holds it.
     """
-    path = os.path.join(folder, LOCK_FILE)
+    path = os.path.join(folder, name)
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     except OSError as exc:

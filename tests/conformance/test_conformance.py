@@ -22,6 +22,14 @@ class TestZarr(tiers.ZarrSuite):
     """In an object store."""
 
 
+class TestPeerUnix(tiers.PeerUnixSuite):
+    """In an agent of this node."""
+
+
+class TestPeerTls(tiers.PeerTlsSuite):
+    """In an agent of another node."""
+
+
 def _tiers(root: type[Tier]) -> set[type[Tier]]:
     return {root}.union(*(_tiers(below) for below in root.__subclasses__()))
 
@@ -35,7 +43,8 @@ def test_every_tier_has_a_suite() -> None:
         for tier in _tiers(Tier) - {Tier}
         if not issubclass(tier, WrapperTier) and tier.__module__.startswith("adacheck_store.")
     }
-    ran = {suite.tier_class for suite in (TestMemory, TestLmdb, TestZarr)}
+    suites = (TestMemory, TestLmdb, TestZarr, TestPeerUnix, TestPeerTls)
+    ran = {suite.tier_class for suite in suites}
     assert found == ran == {suite.tier_class for suite in tiers.SUITES.values()}
 
 

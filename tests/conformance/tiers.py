@@ -6,8 +6,11 @@ from adacheck_store.tiers.base import Tier
 from adacheck_store.tiers.lmdb import LmdbTier
 from adacheck_store.tiers.memory import MemoryTier
 from adacheck_store.tiers.object_local import LocalObjects
+from adacheck_store.tiers.peer import PeerTier
+from adacheck_store.tiers.pool import Peer
 from adacheck_store.tiers.zarr import ZarrTier
 from tests.conformance.doors import Door, LmdbDoor, MemoryDoor, ZarrDoor
+from tests.conformance.hosted import Hosted, socket_of
 from tests.conformance.suite import TierSuite
 
 
@@ -56,11 +59,50 @@ class ZarrSuite(TierSuite):
         return ZarrDoor(path)
 
 
+class PeerUnixSuite(TierSuite):
+    """An agent's LMDB tier by a unix socket."""
+
+    name = "PeerTier by unix"
+    small_records = 10_000
+    tier_class = PeerTier
+
+    def make(self, path: Path) -> Tier:
+        """Serve and connect."""
+        return Hosted(LmdbTier(path), socket_of(path))
+
+    def door(self, path: Path, tier: Tier) -> Door:
+        """Get behind it."""
+        return LmdbDoor(path)
+
+
+class PeerTlsSuite(TierSuite):
+    """An agent's memory tier by TLS."""
+
+    name = "PeerTier by TLS"
+    small_records = 10_000
+    persistent = False
+    several_runs = False
+    tier_class = PeerTier
+
+    def make(self, path: Path) -> Tier:
+        """Serve and connect."""
+        return Hosted(MemoryTier(), "tls://127.0.0.1:0")
+
+    def door(self, path: Path, tier: Tier) -> Door:
+        """Get behind it."""
+        assert isinstance(tier, Hosted)
+        assert isinstance(tier.inner, MemoryTier)
+        return MemoryDoor(tier.inner)
+
+
 SUITES: dict[str, type[TierSuite]] = {
-    suite.tier_class.__name__: suite for suite in (MemorySuite, LmdbSuite, ZarrSuite)
+    suite.name or suite.tier_class.__name__: suite
+    for suite in (MemorySuite, LmdbSuite, ZarrSuite, PeerUnixSuite, PeerTlsSuite)
 }
 
 
 def open_for_reading(name: str, path: Path) -> Tier:
     """Open a tier beside another process that writes to it."""
+    if name == PeerUnixSuite.name:
+        return PeerTier(Peer(socket_of(path)), "inner")
     return LmdbTier(path, readonly=True) if name == "LmdbTier" else SUITES[name]().make(path)
