@@ -193,7 +193,7 @@ class Writer:
         """Encode, put and sync one boundary; None if a gap before it makes it useless."""
         layout: Layout | None = getattr(boundary, "layout", None)
         moved = layout is not None and layout is not self._layout and layout != self._layout
-        gap = self._gap_at(boundary.step, moved)
+        gap = self._gap_at(boundary, moved)
         link = self._link
         delta: Record | None = None
         documents: list[RecordSource] = []
@@ -226,17 +226,21 @@ class Writer:
                 self._pause_s = BACKOFF_S[0]
         return refs
 
-    def _gap_at(self, step: int, moved: bool) -> dict[str, Any] | None:
+    def _gap_at(self, boundary: Boundary, moved: bool) -> dict[str, Any] | None:
         """The gap a boundary falls into.
 
-        A step that does not follow the last one opens one, and so does another layout.
+        A step that does not follow the last one opens one, and so does another layout. Where the
+        boundary brings the base itself no other is asked for meanwhile.
         """
+        step = boundary.step
         with self._changed:
             if self._gap is None and moved:
                 self._open_gap("the layout changed", min(step, self._linked + 1))
-                self._closer = step  # it brings the base itself: ask for no other meanwhile
+                self._closer = step
             if self._gap is None and step != self._linked + 1:
                 self._open_gap(f"step {step} came after step {self._linked}", self._linked + 1)
+                if getattr(boundary, "gap", None) is not None:
+                    self._closer = step
             return self._gap if self._gap and step >= self._gap["from"] else None
 
     def _put(

@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from adacheck_store.optimizer_kit import register_optimizer
 from tests.matrix.cases_layout import Counter
 from tests.matrix.cases_several import net
 from tests.matrix.kit import Case
+from tests.optimizers.mine import Lion
 
 
 class Plain(Case):
@@ -169,6 +171,8 @@ class Later(torch.optim.Adam):
 class Subclass(Plain):
     """A4: torch's hooks fire twice for each step; nothing is folded, bases are kept."""
 
+    exactness = "unsupported"
+
     def build(self) -> None:
         """Every state is kept."""
         super().build()
@@ -183,6 +187,8 @@ class Subclass(Plain):
 class Curvature(Closures):
     """LBFGS: several closures to one step, and a history instead of moments."""
 
+    exactness = "unsupported"
+
     def build(self) -> None:
         """Every state is kept."""
         super().build()
@@ -195,6 +201,8 @@ class Curvature(Closures):
 
 class Lookup(Plain):
     """A8: sparse gradients, in a class that takes them."""
+
+    exactness = "unsupported"
 
     def build(self) -> None:
         """An embedding."""
@@ -209,3 +217,40 @@ class Lookup(Plain):
     def loss(self, number: int) -> torch.Tensor:
         """An index may come twice."""
         return self.model(torch.randint(0, 10, (6,))).square().mean()
+
+
+class Thawed(Plain):
+    """A layer that the optimizer has from the start is frozen, thaws in step 4, freezes in 8."""
+
+    def loss(self, number: int) -> torch.Tensor:
+        """With the layer trained, or not."""
+        self.model[0][0].requires_grad_(4 <= number < 8)
+        return super().loss(number)
+
+
+class Proven(Plain):
+    """An optimizer of one's own, registered in every process."""
+
+    def make(self, params) -> None:
+        """A proof, which draws nothing and leaves no flag changed."""
+        before = torch.get_rng_state(), torch.get_num_threads()
+        register_optimizer(Lion, roles=["exp_avg"], scalars=["step"])
+        assert torch.equal(before[0], torch.get_rng_state())
+        assert before[1] == torch.get_num_threads()
+        self.optimizers = [Lion(params, lr=1e-2, weight_decay=0.1, counted=True)]
+
+
+class Unknown(Plain):
+    """The same, of which nobody has proven anything: a base in every third step."""
+
+    exactness = "unsupported"
+    steps, stop = 10, 8
+
+    def build(self) -> None:
+        """Steps 3, 6 and 9 are kept, and the first."""
+        super().build()
+        self.options = {"full_every": 3}
+
+    def make(self, params) -> None:
+        """Not registered."""
+        self.optimizers = [Lion(params, lr=1e-2, counted=True)]

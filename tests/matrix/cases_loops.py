@@ -75,12 +75,20 @@ class Noisy(Plain):
 class Rematerialised(Plain):
     """Activations are computed again in backward, under dropout."""
 
+    reentrant = False
+
     def loss(self, number: int) -> torch.Tensor:
         """Through `torch.utils.checkpoint`."""
         data = torch.randn(4, 5, requires_grad=True)
-        hidden = checkpoint(self.model[0], data, use_reentrant=False)
-        hidden = checkpoint(self.model[1], hidden, use_reentrant=False)
+        hidden = checkpoint(self.model[0], data, use_reentrant=self.reentrant)
+        hidden = checkpoint(self.model[1], hidden, use_reentrant=self.reentrant)
         return self.model[2](hidden).square().mean()
+
+
+class RematerialisedReentrant(Rematerialised):
+    """The older way, which runs backward within backward."""
+
+    reentrant = True
 
 
 class Loaded(Plain):
@@ -107,6 +115,30 @@ class Loaded(Plain):
         """Of the next batch."""
         (batch,) = next(self.fetched)
         return self.model(batch).square().mean() + 0 * batch.sum()
+
+
+class Augmented(torch.utils.data.Dataset):
+    """Items with noise that the workers draw."""
+
+    def __len__(self) -> int:
+        """An odd length."""
+        return 22
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor]:
+        """One item."""
+        return (torch.full((5,), float(index)).sin() + 0.1 * torch.randn(5),)
+
+
+class LoadedNoisy(Loaded):
+    """Workers that live on from pass to pass, draw noise and fetch far ahead."""
+
+    def begun(self) -> None:
+        """Passes without end."""
+        loader = DataLoader(
+            Augmented(), batch_size=4, shuffle=True, num_workers=2, prefetch_factor=3,
+            persistent_workers=True, multiprocessing_context="fork",
+        )  # fmt: skip
+        self.fetched = self.passes(loader)
 
 
 class FetchedAhead(Plain):

@@ -29,11 +29,15 @@ class Scaled(Case):
         self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
         self.tracked = {"scaler": self.scaler}
 
+    def loss(self) -> torch.Tensor:
+        """On fresh data."""
+        return self.model(torch.randn(4, 5)).square().mean()
+
     def step(self, number: int) -> object:
         """Scale, unscale, clip, step, update."""
         (optimizer,) = self.optimizers
         optimizer.zero_grad()
-        loss = self.model(torch.randn(4, 5)).square().mean()
+        loss = self.loss()
         factor = float("inf") if number in INFINITE else 1.0
         self.scaler.scale(loss * factor).backward()
         if self.clip:
@@ -71,3 +75,14 @@ class ScaledNesterov(Scaled):
         self.optimizers = [
             torch.optim.SGD(self.model.parameters(), lr=1e-2, momentum=0.9, nesterov=True)
         ]
+
+
+class Autocast(Scaled):
+    """Forward in bf16, unscaled and clipped by hand, fused."""
+
+    fused, clip = True, 0.05
+
+    def loss(self) -> torch.Tensor:
+        """In mixed precision."""
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.model(torch.randn(4, 5)).float().square().mean()

@@ -6,6 +6,7 @@ import warnings
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tests.matrix.cases_gradients import Plain
 
@@ -29,7 +30,15 @@ class Compiled(Plain):
 
 
 class CompiledLater(Compiled):
-    """Compiled after attach, which has the plain model: names are the same."""
+    """Compiled after attach and restore, which have the plain model: names are the same."""
+
+    def build(self) -> None:
+        """Not yet compiled."""
+        Plain.build(self)
+
+    def begun(self) -> None:
+        """Now."""
+        self.called = torch.compile(self.model, backend="eager")
 
     @property
     def attached(self):
@@ -66,11 +75,15 @@ class Ddp(Plain):
     """A5: gradients are views of buckets that the next backward overwrites."""
 
     def build(self) -> None:
+        """Wrapped before attach."""
+        super().build()
+        self.wrap()
+
+    def wrap(self) -> None:
         """One process, gloo."""
         if not torch.distributed.is_initialized():
             store = torch.distributed.HashStore()
             torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-        super().build()
         self.called = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
 
     @property
@@ -84,7 +97,15 @@ class Ddp(Plain):
 
 
 class DdpLater(Ddp):
-    """Attached to the model inside."""
+    """Attached to the model, which is wrapped after restore."""
+
+    def build(self) -> None:
+        """Not yet wrapped."""
+        Plain.build(self)
+
+    def begun(self) -> None:
+        """Now."""
+        self.wrap()
 
     @property
     def attached(self):
@@ -132,3 +153,45 @@ class HookedRounded(Hooked):
 def _round(optimizer, args, kwargs) -> None:
     for param in optimizer.param_groups[0]["params"]:
         param.grad.copy_(param.grad.bfloat16())
+
+
+class HookedAfter(Plain):
+    """Hooks of others after the step, registered before ours and after: in the step's boundary."""
+
+    ends = explicit = True
+
+    def build(self) -> None:
+        """One that clips weights is there before attach."""
+        super().build()
+        self.optimizers[0].register_step_post_hook(_shrink)
+
+    def begun(self) -> None:
+        """One on all optimizers spoils the gradients, one drops them."""
+        register_optimizer_step_post_hook(_spoil)
+        self.optimizers[0].register_step_post_hook(lambda opt, *args: opt.zero_grad())
+
+
+def _shrink(optimizer, args, kwargs) -> None:
+    with torch.no_grad():
+        for param in optimizer.param_groups[0]["params"]:
+            param.clamp_(-0.2, 0.2)
+
+
+def _spoil(optimizer, args, kwargs) -> None:
+    for param in optimizer.param_groups[0]["params"]:
+        if param.grad is not None:
+            param.grad.fill_(7.0)
+
+
+class Detached(Plain):
+    """The checkpointer is closed after step 4, and training goes on without it."""
+
+    stop = 6
+
+    def step(self, number: int) -> object:
+        """A step; before the fifth everything is let go."""
+        if number == 5 and self.ckpt is not None and self.report.fresh:
+            self.ckpt.close()
+            assert not self.optimizers[0]._optimizer_step_pre_hooks
+            assert not self.optimizers[0]._optimizer_step_post_hooks
+        return super().step(number)

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.matrix import cases_edits as cases
-from tests.matrix.kit import prove
+from tests.matrix.kit import compare, prove, run
 
 
 @pytest.mark.parametrize(
@@ -15,4 +15,23 @@ from tests.matrix.kit import prove
 )  # fmt: skip
 def test_restored_bit_for_bit(tmp_path, case):
     """Killed and restored, whatever else has changed the tensors."""
-    assert "exact" in prove(tmp_path, case)[0]["certificate"]
+    prove(tmp_path, case)
+
+
+@pytest.mark.parametrize("case", [cases.DataEdited, cases.DataClipped])
+def test_edits_through_data_are_never_taken_for_training(tmp_path, case):
+    """No counter tells: the fold does, a base follows, and no wrong state is ever given."""
+    name = f"{case.__module__}:{case.__name__}"
+    reference = {row["step"]: row for row in run(tmp_path, name, "reference")}
+    store = (tmp_path / "store").as_uri()
+    compare(run(tmp_path, name, "captured", store), reference)
+    given = {}
+    for at in (None, *range(case.stop, 0, -1)):  # a restore forks the run: the newest first
+        rows = run(tmp_path, name, "looked", store, at)
+        compare(rows, reference)
+        if "restored" in rows[0]:
+            given[rows[0]["restored"]] = rows[0]["certificate"]
+    edited_once = case is cases.DataEdited
+    assert sorted(given) == ([1, 2, 5, 6, 7, 8] if edited_once else [5])
+    assert "is not what the trainer had" in given[5]
+    compare(run(tmp_path, name, "resumed", store), reference)

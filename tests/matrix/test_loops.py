@@ -10,9 +10,10 @@ from tests.matrix.kit import prove
     "case",
     [
         cases.TensorRate, cases.Groups, cases.ByHand, cases.Noisy, cases.Rematerialised,
-        cases.Loaded, cases.FetchedAhead, cases.LoadedAhead, cases.Tied,
+        cases.RematerialisedReentrant, cases.Loaded, cases.LoadedNoisy, cases.FetchedAhead,
+        cases.LoadedAhead, cases.Tied,
     ],
 )  # fmt: skip
 def test_restored_bit_for_bit(tmp_path, case):
     """Killed and restored, the loop goes on with the same batches, rates and noise."""
-    assert "exact" in prove(tmp_path, case)[0]["certificate"]
+    prove(tmp_path, case)

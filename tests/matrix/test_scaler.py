@@ -12,6 +12,7 @@ from tests.matrix.kit import prove
 
 ALL = [
     cases.Scaled, cases.ScaledFused, cases.ScaledClip, cases.ScaledFusedClip, cases.ScaledNesterov,
+    cases.Autocast,
 ]  # fmt: skip
 
 

@@ -1,13 +1,17 @@
 """Optimizers nobody knows are safe: bases every so often, restored bit for bit, said aloud."""
 
 import logging
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from adacheck_store.catalog import read_catalog
 from adacheck_store.format.errors import ModelMismatchError, UnsupportedError, UsageError
+from adacheck_store.store import open_store
+from adacheck_store.writer import Writer
 from tests.hooks.helpers import attach, bits, mlp, new_url, raw, record_run, restored, same
 from tests.optimizers.mine import InGroup, Lion, Normed, Secretive, Slowed
 
@@ -204,6 +208,27 @@ def test_a_kill_loses_no_more_than_full_every_steps() -> None:
     with restored(CASES["Adafactor"], url) as (again, mine, _, report):
         assert report.step == 8
         same(everything(again, mine), marks[8])
+
+
+def test_a_slow_tier_makes_no_base_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The steps between bases are no gap that asks for another one."""
+    quick = Writer._put
+
+    def slow(self: Writer, *args: Any) -> Any:
+        time.sleep(0.05)
+        return quick(self, *args)
+
+    monkeypatch.setattr(Writer, "_put", slow)
+    url = new_url()
+    model, optimizer = CASES["Adafactor"]()
+    with attach(model, optimizer, url, full_every=4, keep=9) as ckpt:
+        ckpt.restore()
+        for _ in range(12):
+            step(model, optimizer)
+            time.sleep(0.01)
+    with open_store(url) as store:
+        bases = [ref.step for refs in read_catalog(store.tiers, "r").bases.values() for ref in refs]
+    assert sorted(bases) == [0, 1, 4, 8, 12]
 
 
 def test_one_of_several_optimizers_makes_the_run_unsupported() -> None:
