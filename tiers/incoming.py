@@ -26,11 +26,14 @@ class Piece:
 
 
 class Incoming:
-    """The stream of one put. Pieces are taken as the tier asks for them, one buffer for all."""
+    """The stream of one put. Pieces are taken as the tier asks for them, one buffer for all.
 
-    def __init__(self, channel: Channel) -> None:
+    ``buffer`` takes the payload of a frame: `wire.MAX_PAYLOAD_BYTES`.
+    """
+
+    def __init__(self, channel: Channel, buffer: bytearray) -> None:
         self._channel = channel
-        self._buffer = bytearray()
+        self._buffer = memoryview(buffer)
         self._pieces = self._read()
         self._at = 0
         """Source whose pieces come next."""
@@ -94,7 +97,7 @@ class Incoming:
 
     def _read(self) -> Iterator[Piece]:
         while (frame := self._frame()) is not None:
-            view = memoryview(self._buffer)[: frame.payload_bytes]
+            view = self._buffer[: frame.payload_bytes]
             try:
                 for item in strict.items(frame.head.get("items")):
                     what, name, index, size = strict.items(item, 4)
@@ -112,9 +115,7 @@ class Incoming:
         if self._ended:
             return None
         frame = self._channel.receive(self._channel.limits.answer_s)
-        if len(self._buffer) < frame.payload_bytes:
-            self._buffer = bytearray(frame.payload_bytes)
-        self._channel.payload_into(memoryview(self._buffer)[: frame.payload_bytes])
+        self._channel.payload_into(self._buffer[: frame.payload_bytes])
         if frame.kind is Kind.PART:
             return frame
         if frame.kind is not Kind.END:

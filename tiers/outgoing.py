@@ -17,7 +17,8 @@ from .intake import sizes_of
 from .pool import expect
 from .wire import MAX_PAYLOAD_BYTES, Kind
 
-_PART_BYTES = 1 << 20
+_PART_BYTES = 4 << 20
+_HEAD_BYTES = 1 << 20
 _PART_ITEMS = 400
 _COPIED_BYTES = 64 << 10
 
@@ -99,8 +100,8 @@ def _send_block(parts: Parts, block: Block, lasting: bool) -> None:
 
 def _send_head(parts: Parts, sealed: SealedHead) -> SealedHead:
     raw = memoryview(sealed.raw)
-    for index, at in enumerate(range(0, len(raw), _PART_BYTES)):
-        parts.add("h", "", index, raw[at : at + _PART_BYTES], lasting=True)
+    for index, at in enumerate(range(0, len(raw), _HEAD_BYTES)):
+        parts.add("h", "", index, raw[at : at + _HEAD_BYTES], lasting=True)
     parts.add("s", sealed.id, 0, memoryview(sealed.info.encode()), lasting=True)
     return sealed
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
+import numpy as np
+
 from adacheck_store.format.errors import (
     AdaCheckError,
     OrderError,
@@ -113,7 +115,9 @@ class PeerTier(Tier):
         )  # fmt: skip
         frame = expect(channel)
         # At most what was asked for, whatever the agent says.
-        view = memoryview(bytearray(_size(frame, "of", max(0, count) * BLOCK_BYTES)))
+        # Numpy asks for large pages: fresh memory would cost several times the transfer.
+        size = _size(frame, "of", max(0, count) * BLOCK_BYTES)
+        view = np.empty(size, np.uint8).data
         filled = 0
         while True:
             if frame.payload_bytes > len(view) - filled:

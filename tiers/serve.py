@@ -30,7 +30,7 @@ from adacheck_store.format.errors import (
 from .base import Tier
 from .channel import LIMITS, ChannelError, Limits
 from .credentials import Credentials, RunContexts
-from .endpoint import Endpoint, Listener, peer_user
+from .endpoint import Endpoint, Listener, peer_user, widen
 from .serve_calls import Calls, Control, PeerInfo, no_control
 from .serve_connection import Connection, Hello, Session, Stage, read_hello
 from .wire import VERSION, Frame, Kind, error_head
@@ -83,6 +83,7 @@ class Server:
         self._done: deque[tuple[Connection, str]] = deque()
         self._listeners: list[Listener] = []
         self._resting: list[Listener] = []
+        self._next_look = 0.0
         self._closing = threading.Event()
         try:
             for endpoint in endpoints:
@@ -220,6 +221,7 @@ class Server:
             if uid != os.geteuid():
                 raise PeerRefusedError(f"user {uid} (pid {pid}) is not {os.geteuid()}")
             where = f"pid {pid}"
+            widen(sock)
         else:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             where = f"{address[0]}:{address[1]}" if isinstance(address, tuple) else "?"
@@ -292,6 +294,9 @@ class Server:
 
     def _expire(self, now: float) -> None:
         """End what was given too long: hellos not said, sessions not heard of."""
+        if now < self._next_look:
+            return
+        self._next_look = now + _TICK_S / 2
         for connection in [*self._pending]:
             if now - connection.born <= self._bounds.pending_s:
                 break  # in the order in which they came

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,7 @@ _WINDOW_BLOCKS = 4
 """Blocks that one call has in memory while its reader is slow."""
 
 _LIST_BYTES = 256 << 10
+_SPARE_BUFFERS = 4
 _log = logging.getLogger(__name__)
 
 
@@ -73,6 +75,8 @@ class Calls:
     def __init__(self, tiers: Mapping[str, Tier], control: Control = no_control) -> None:
         self._tiers = tiers
         self._control = control
+        # Fresh memory costs as much as what is received into it: a few buffers are kept.
+        self._spare: deque[bytearray] = deque(maxlen=_SPARE_BUFFERS)
         self._verbs = {
             "put": self._put, "head": self._head, "read": self._read, "list": self._list,
             "delete": self._delete, "sync": self._sync,
@@ -116,7 +120,16 @@ class Calls:
     # -- the verbs --
 
     def _put(self, call: _Call) -> None:
-        incoming = Incoming(call.channel)
+        try:
+            buffer = self._spare.pop()
+        except IndexError:
+            buffer = bytearray(MAX_PAYLOAD_BYTES)
+        try:
+            self._put_by(call, Incoming(call.channel, buffer))
+        finally:
+            self._spare.append(buffer)
+
+    def _put_by(self, call: _Call, incoming: Incoming) -> None:
         try:
             sources = incoming.announced(call.payload)
             for source in sources:

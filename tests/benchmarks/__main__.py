@@ -1,4 +1,4 @@
-"""``python -m tests.benchmarks [fold] [storage] [steps] [profile]``: one table."""
+"""``python -m tests.benchmarks [fold] [storage] [transport] [steps] [profile]``: one table."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ import sys
 from rich.console import Console
 from rich.table import Table
 
-from . import fold, profile, steps, storage
+from . import fold, profile, steps, storage, transport
 
-PARTS = {"fold": fold.rows, "storage": storage.rows, "steps": steps.rows, "profile": profile.rows}
+PARTS = {
+    "fold": fold.rows, "storage": storage.rows, "transport": transport.rows, "steps": steps.rows,
+    "profile": profile.rows,
+}  # fmt: skip
 
 
 def main() -> None:
     """Run the parts named (all by default) and print the table."""
-    chosen = sys.argv[1:] or ["fold", "storage", "steps"]
+    chosen = sys.argv[1:] or ["fold", "storage", "transport", "steps"]
     unknown = set(chosen) - set(PARTS)
     if unknown:
         sys.exit(f"no such benchmark: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
