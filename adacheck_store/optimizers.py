@@ -13,7 +13,7 @@ import torch
 
 from adacheck_store.format import canonical
 from adacheck_store.format.bodies import Groups
-from adacheck_store.format.errors import UnsupportedError
+from adacheck_store.format.errors import MalformedError, UnsupportedError
 
 from .arrays import byte_view, from_typed, to_typed, torch_dtype
 
@@ -163,6 +163,7 @@ def add_spec(spec: OptimizerSpec) -> None:
     """Make a class known (`optimizer_kit.register_optimizer` does, once it has proven it)."""
     _SPECS[spec.name] = spec
     _vector_digest.cache_clear()
+    _numbers_of.cache_clear()
 
 
 def find_spec(optimizer: torch.optim.Optimizer) -> OptimizerSpec:
@@ -227,6 +228,28 @@ def group_values(group: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
+def check_groups(name: str, groups: Groups) -> None:
+    """Refuse a group without a number that the class updates by: it is not guessed.
+
+    Flags may be missing: an older torch had not all of them. Raises `MalformedError` (rule
+    ``groups``), `UnsupportedError` for a class that is not known here.
+    """
+    for group in groups:
+        for key in _numbers_of(name):
+            if key not in group:
+                raise MalformedError(f"a group of {name} without {key}", rule="groups")
+
+
+@lru_cache(maxsize=64)
+def _numbers_of(name: str) -> tuple[str, ...]:
+    defaults = make_optimizer(spec_named(name)).defaults
+    numbers = (int, float, complex, tuple, list, torch.Tensor)
+    return tuple(
+        key for key, value in sorted(defaults.items())
+        if isinstance(value, numbers) and not isinstance(value, bool)
+    )  # fmt: skip
+
+
 def raw_step(spec: OptimizerSpec) -> Callable[[torch.optim.Optimizer], Any]:
     """The class's ``step`` without hooks: folding must not fire a user's global hooks."""
     step: Callable[[torch.optim.Optimizer], Any] = inspect.unwrap(spec.cls.step)
@@ -250,8 +273,13 @@ def make_optimizer(
 
 
 def on_cpu(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's values as the CPU takes them: ``capturable`` is for devices."""
-    return {**group, "capturable": False} if group.get("capturable") else dict(group)
+    """A group's values as the CPU takes them: ``capturable`` is for devices.
+
+    Without it foreach refuses tensors as numbers; one tensor after another gives the same bits.
+    """
+    if not group.get("capturable"):
+        return dict(group)
+    return {**group, "capturable": False, "foreach": False}
 
 
 def arithmetic_digest(name: str, groups: Groups, dtypes: Sequence[str], device: str = "cpu") -> str:
@@ -319,6 +347,17 @@ def _vector_input(dtype: torch.dtype, seed: int, spread: int) -> torch.Tensor:
     return values.to(dtype)
 
 
+def _on_device(value: Any, device: str) -> Any:
+    """Values with tensors where a capturable optimizer wants them, and any other takes them."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, tuple | list):
+        return type(value)(_on_device(item, device) for item in value)
+    if isinstance(value, dict):
+        return {key: _on_device(item, device) for key, item in value.items()}
+    return value
+
+
 @lru_cache(maxsize=64)
 def _vector_digest(
     name: str, signatures: tuple[str, ...], dtypes: tuple[str, ...], device: str, flushes: bool
@@ -345,9 +384,11 @@ def _run_vector(spec: OptimizerSpec, flags: Mapping[str, Any], dtype: str, devic
     kind = torch_dtype(dtype)
     param = _vector_input(kind, 1, 4).to(device)
     values = from_typed(dict(flags))
-    values = on_cpu(values) if device == "cpu" else values
+    values = on_cpu(values) if device == "cpu" else _on_device(values, device)
     optimizer = make_optimizer(spec, [param], values)
     optimizer.param_groups = [{**optimizer.defaults, **values, "params": [param]}]
+    # Else torch warns that a capturable optimizer is not captured.
+    optimizer._warned_capturable_if_run_uncaptured = True
     step = raw_step(spec)
     out = bytearray()
     with torch.no_grad():

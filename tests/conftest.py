@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 import pytest
+import torch
 from hypothesis import settings
 
 # Machines under test are slow and shared: a deadline per example would only measure their load.
@@ -25,6 +26,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Start counting what the markers leave out."""
     config.stash[DESELECTED] = Counter()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave gpu tests out where there is no device: they are not run, and not skipped."""
+    gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu and not torch.cuda.is_available():
+        items[:] = [item for item in items if item not in set(gpu)]
+        config.hook.pytest_deselected(items=gpu)
 
 
 def pytest_deselected(items: Sequence[pytest.Item]) -> None:
@@ -55,7 +65,11 @@ def pytest_terminal_summary(
     """Say what was not run, so that nobody takes silence for success."""
     counts = config.stash[DESELECTED]
     for marker in ("gpu", "slow"):
-        terminalreporter.write_line(f"{counts[marker]} {marker} tests were not run (-m {marker})")
+        if marker == "gpu" and not torch.cuda.is_available():
+            why = "torch sees no CUDA device here"
+        else:
+            why = f"-m {marker} runs them"
+        terminalreporter.write_line(f"{counts[marker]} {marker} tests were not run ({why})")
     if config.getoption("--fail-on-skip") and skipped(config):
         count = skipped(config)
         terminalreporter.write_line(f"{count} tests were skipped: failed by --fail-on-skip")

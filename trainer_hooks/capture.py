@@ -109,6 +109,7 @@ class Capture:
             if remote(param) and number not in self._recordings:
                 counts = torch.zeros(2, dtype=torch.int64, device=param.device)
                 self._recordings[number] = Recording(counts)
+        watch.replayed = any(made.made for made in self._recordings.values())
         self.accept()
 
     def accept(self) -> None:
@@ -301,6 +302,7 @@ class Capture:
         with torch.no_grad():
             groups = self._optimizers[number].param_groups
             self._recordings[number].record(grads, groups, scales, found_inf)
+        self._watch.replayed = True
 
     def _stage_replay(self, number: int, made: Recording) -> None:
         """At a boundary: copy what the last replay of a recorded step has left, if there was one.
@@ -314,6 +316,8 @@ class Capture:
         )  # fmt: skip
         with torch.no_grad():
             made.counts.zero_()
+        for index in self._unsteady(number):
+            self._watch.mark(index)
         targets, sources = [], []
         for index in self._mine[number]:
             grad = made.grads.get(id(self._params[index]))

@@ -50,7 +50,11 @@ def mark_of(tensor: torch.Tensor) -> Mark:
 
 
 class OutsideWatch:
-    """Finds edits on the training thread; copies what must be kept into a boundary's buffer."""
+    """Finds edits on the training thread; copies what must be kept into a boundary's buffer.
+
+    ``replayed`` is set where CUDA graphs are replayed: they change buffers, and leave the version
+    counters alone.
+    """
 
     def __init__(self, binding: Binding) -> None:
         self._binding = binding
@@ -60,6 +64,7 @@ class OutsideWatch:
         self._outside: list[Mark] = []
         self._frozen = [slot for slot in binding.outside if slot.item.parameter]
         self._settled: list[Mark] = []
+        self.replayed = False
         self.rebase()
 
     def rebase(self) -> None:
@@ -109,7 +114,8 @@ class OutsideWatch:
             target = buffer.outside.get(number)
             if target is None:
                 mark = mark_of(tensor)
-                if mark == self._outside[number]:
+                unseen = self.replayed and not slot.item.parameter
+                if mark == self._outside[number] and not unseen:
                     continue
                 self._outside[number] = mark
                 target = host_memory(slot.piece.shape, tensor)

@@ -19,6 +19,7 @@ from adacheck_store.trainer_hooks.capture_base import existing_arrays, fill_area
 from adacheck_store.trainer_hooks.extras import extra_record, freeze, resolve, thaw
 from adacheck_store.trainer_hooks.halves import Scales, encode, usable_scale
 from adacheck_store.trainer_hooks.layouts import bind
+from adacheck_store.trainer_hooks.pending import sort_out
 from adacheck_store.trainer_hooks.rng import rng_state, set_rng_state
 from adacheck_store.trainer_hooks.stager import HostBuffer, StateArea
 
@@ -225,3 +226,14 @@ def test_staged_blocks_are_those_of_the_state():
         flat = area.arrays[name]
         assert blocks == set(range(block_count(flat.numel() * 4)))
     assert watch.area_bytes % BLOCK_BYTES == 0
+
+
+def test_gradients_that_are_zeros_are_named_and_not_kept():
+    """Of a device's gradients only the writer's thread can tell; negative zeros are no zeros."""
+    grads = {"zeros": torch.zeros(3), "ones": torch.ones(2), "minus": torch.tensor([-0.0])}
+    found = sort_out({"held": ["before"], "grads": grads, "other": 1})
+    assert found["held"] == ["before", "zeros"]
+    assert list(found["grads"]) == ["ones", "minus"]
+    assert found["other"] == 1
+    assert sort_out(found) is found
+    assert sort_out({"other": 1}) == {"other": 1}
