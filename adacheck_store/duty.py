@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from adacheck_store.format.errors import AdaCheckError, TierError
 
@@ -14,6 +17,22 @@ log = logging.getLogger(__name__)
 IDLE_S = 1.0
 BACKOFF_S = (1.0, 30.0)
 """First and longest pause after a failure."""
+
+
+NICE = 10
+"""By how much the store's threads rank behind training's."""
+
+
+def give_way() -> None:
+    """Let the calling thread run behind training where processors are short (Linux alone).
+
+    When training waits for it, at W, there is a processor free for it.
+    """
+    if sys.platform == "linux":  # elsewhere this would be the whole process
+        thread = threading.get_native_id()
+        with suppress(OSError):
+            nice = os.getpriority(os.PRIO_PROCESS, thread) + NICE
+            os.setpriority(os.PRIO_PROCESS, thread, min(nice, 19))
 
 
 class Duty:
@@ -43,6 +62,7 @@ class Duty:
         self._changed.notify_all()
 
     def _loop(self) -> None:
+        give_way()
         pause_s = BACKOFF_S[0]
         while True:
             with self._changed:

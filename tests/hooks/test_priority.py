@@ -1,0 +1,32 @@
+"""The store's threads run behind training."""
+
+import os
+import threading
+
+import torch
+
+import adacheck_store as ada
+from adacheck_store.duty import NICE
+
+
+def nice(thread: int) -> int:
+    """Its nice value."""
+    return os.getpriority(os.PRIO_PROCESS, thread)
+
+
+def test_background_threads_give_way() -> None:
+    """All of them, and nobody else."""
+    before = {thread.native_id for thread in threading.enumerate()}
+    own = nice(threading.get_native_id())
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with ada.attach(model, optimizer, run="r", store="memory://priority") as ckpt:
+        ckpt.restore()
+        model(torch.zeros(1, 4)).sum().backward()
+        optimizer.step()
+        ckpt.flush()
+        found = {t.name: t.native_id for t in threading.enumerate() if t.native_id not in before}
+        names = {"adacheck-writer", "adacheck-compact", "adacheck-drain", "adacheck-prune"}
+        assert found.keys() == names
+        assert {nice(thread or 0) for thread in found.values()} == {min(own + NICE, 19)}
+    assert nice(threading.get_native_id()) == own
