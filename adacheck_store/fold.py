@@ -34,7 +34,7 @@ from .arrays import byte_view, from_typed, to_typed, torch_dtype
 from .engines import Piece, StepEngine
 from .fetch import ArrayReader, lost_if_malformed, refused
 from .fingerprint import block_sum
-from .optimizers import folds_alike, spec_named
+from .optimizers import check_groups, folds_alike, spec_named
 
 WINDOW_BYTES = 4 << 20
 """Bytes of the narrowest role in a window: whole blocks of every role."""
@@ -78,6 +78,8 @@ class Delta:
         with lost_if_malformed(reader.ref):
             self.body: DeltaBody = decode_delta(reader.head)
             check_delta(reader.head, self.body, layout)
+            for update in self.body.updates:
+                check_groups(layout.optimizers[update.optimizer], update.groups)
         self.grads: list[dict[tuple[str, int], Grad]] = [
             {(grad.section, grad.slice): grad for grad in update.grads}
             for update in self.body.updates

@@ -234,20 +234,15 @@ def check_groups(name: str, groups: Groups) -> None:
     Flags may be missing: an older torch had not all of them. Raises `MalformedError` (rule
     ``groups``), `UnsupportedError` for a class that is not known here.
     """
-    for group in groups:
-        for key in _numbers_of(name):
-            if key not in group:
-                raise MalformedError(f"a group of {name} without {key}", rule="groups")
+    missing = {key for group in groups for key in _numbers_of(name) if key not in group}
+    if missing:
+        raise MalformedError(f"a group of {name} without {sorted(missing)}", rule="groups")
 
 
 @lru_cache(maxsize=64)
 def _numbers_of(name: str) -> tuple[str, ...]:
     defaults = make_optimizer(spec_named(name)).defaults
-    numbers = (int, float, complex, tuple, list, torch.Tensor)
-    return tuple(
-        key for key, value in sorted(defaults.items())
-        if isinstance(value, numbers) and not isinstance(value, bool)
-    )  # fmt: skip
+    return tuple(k for k, v in sorted(defaults.items()) if not isinstance(v, bool | str | None))
 
 
 def raw_step(spec: OptimizerSpec) -> Callable[[torch.optim.Optimizer], Any]:

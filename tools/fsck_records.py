@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from adacheck_store.format.bodies import (
@@ -15,13 +16,19 @@ from adacheck_store.format.bodies import (
 )
 from adacheck_store.format.check import check_base, check_delta
 from adacheck_store.format.dtypes import item_bytes
-from adacheck_store.format.errors import AdaCheckError, FormatError, RecordNotFoundError
+from adacheck_store.format.errors import (
+    AdaCheckError,
+    FormatError,
+    RecordNotFoundError,
+    UnsupportedError,
+)
 from adacheck_store.format.head import ArrayInfo, Head, SealedHead, check_key
 from adacheck_store.format.ids import BLOCK_BYTES
 from adacheck_store.format.keys import Key, layout_key, parse_key
 from adacheck_store.format.layout import ALIGN, Layout, decode_layout
 from adacheck_store.format.manifest import Floor, Manifest, decode_log, decode_manifest
 from adacheck_store.format.record import block_nbytes, verify_block
+from adacheck_store.optimizers import check_groups
 from adacheck_store.tiers.base import Tier
 
 from .findings import Finding, finding, of_error, of_tier
@@ -162,6 +169,9 @@ class RecordCheck:
         try:
             if isinstance(body, DeltaBody):
                 check_delta(head, body, layout)
+                for update in body.updates:
+                    with suppress(UnsupportedError):  # a class of the user's own
+                        check_groups(layout.optimizers[update.optimizer], update.groups)
                 pieces = _delta_pieces(body, layout)
                 loose = _loose(pieces)
                 found = [finding("loose-pieces", loose, tier=self.name, key=key)] if loose else []
