@@ -83,7 +83,7 @@ class Capture:
 
     def _hook(self, number: int, optimizer: torch.optim.Optimizer) -> StepHooks:
         return StepHooks(
-            optimizer, lambda: self._before(number),
+            optimizer, lambda compiled: self._before(number, compiled),
             lambda: self._guard(lambda: self._stage_early(number)), lambda: self._after(number),
         )  # fmt: skip
 
@@ -171,11 +171,17 @@ class Capture:
             self._early.clear()
             self._listener.capture_failed(error)
 
-    def _before(self, number: int) -> bool:
+    def _before(self, number: int, compiled: bool) -> bool:
         if recording():
             self._check_recording(number)
             return True
         self._listener.before_update(number)
+        if compiled and self._keeps_updates():
+            raise UnsupportedError(
+                f"the step of optimizer {number} is compiled: a compiler has an arithmetic of its "
+                "own, which cannot be folded",
+                hint="compile the model, and call optimizer.step() eagerly",
+            )
         if self._binding is None:
             return False
         self._watch.note_edits(self._mine[number])

@@ -215,7 +215,7 @@ class Checkpointer:
         old = self._assembly.binding
         new = bind(self._model, self._optimizers, self._names)
         tensors = zip(new.slots, old.slots, strict=False)
-        if new.layout == old.layout and all(n.item.tensor is o.item.tensor for n, o in tensors):
+        if new.alike(old) and all(n.item.tensor is o.item.tensor for n, o in tensors):
             self._capture.accept()
             return
         self._capture_by(Assembly(new, self._settings))
@@ -271,7 +271,7 @@ class Checkpointer:
         """Parameters and buffers that no optimizer has may have come or gone."""
         assert self._assembly is not None
         binding = bind(self._model, self._optimizers, self._names)
-        if binding.layout != self._assembly.binding.layout:
+        if not binding.alike(self._assembly.binding):
             self._capture_by(Assembly(binding, self._settings))
             self._moved = self._moved or "the model's tensors have changed"
 

@@ -22,17 +22,20 @@ SCALER_DEPTH = 24
 class StepHooks:
     """Pre- and post-hook of an optimizer.
 
-    ``before`` is called first and may raise to prevent the update; ``ready`` when gradients are
-    final, after a closure if there is one; ``after`` once the step was made. The step of a
-    subclass that calls ``super().step()`` fires torch's hooks twice: the inner call counts not.
+    ``before`` is called first, with whether a compiler makes the step, and may raise to prevent
+    the update; ``ready`` when gradients are final, after a closure if there is one; ``after`` once
+    the step was made. The step of a subclass that calls ``super().step()`` fires torch's hooks
+    twice: the inner call counts not.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, before: Callable[[], bool],
+        self, optimizer: torch.optim.Optimizer, before: Callable[[bool], bool],
         ready: Callable[[], None], after: Callable[[], None],
     ) -> None:  # fmt: skip
         self.optimizer = optimizer
-        self._tell_before, self._tell_ready, self._tell_after = before, ready, after
+        quiet: Any = torch.compiler.disable  # a compiled step must not be compiled with us
+        self._tell_before, self._tell_ready = quiet(before), quiet(ready)
+        self._tell_after = quiet(after)
         self._pre = optimizer.register_step_pre_hook(self._before)
         self._post = optimizer.register_step_post_hook(self._after)
         hooks: Any = optimizer._optimizer_step_post_hooks
@@ -52,7 +55,8 @@ class StepHooks:
     def _before(
         self, optimizer: torch.optim.Optimizer, args: _Args, kwargs: _Kwargs
     ) -> tuple[_Args, _Kwargs] | None:
-        if nested(optimizer) or not self._tell_before():
+        compiled = torch.compiler.is_compiling()
+        if nested(optimizer) or not self._tell_before(compiled):
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:

@@ -59,6 +59,10 @@ class Binding:
         """True if every optimizer's updates can be folded; else bases alone are kept."""
         return all(spec.foldable for spec in self.specs)
 
+    def alike(self, other: Binding) -> bool:
+        """Whether both have the same layout, and keep the same of it."""
+        return self.layout == other.layout and self.foldable == other.foldable
+
     def spec(self, slot: Slot) -> OptimizerSpec:
         """What is known of the optimizer of a trained slot."""
         return self.specs[slot.section.optimizer]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -52,23 +50,6 @@ class CompiledInPlace(Plain):
     def begun(self) -> None:
         """Compile the forward in place."""
         self.model.compile(backend="eager")
-
-
-class CompiledStep(Plain):
-    """A compiled function that makes the step."""
-
-    def begun(self) -> None:
-        """Backend eager: the arithmetic stays torch's."""
-        warnings.simplefilter("ignore")  # the compiler's own
-        self.make_step = torch.compile(lambda: self.optimizers[0].step(), backend="eager")
-
-    def step(self, number: int) -> object:
-        """A step."""
-        self.optimizers[0].zero_grad()
-        loss = self.loss(number)
-        loss.backward()
-        self.make_step()
-        return loss.item()
 
 
 class Ddp(Plain):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from adacheck_store import optimizers
 from adacheck_store.format.bodies import decode_delta
-from adacheck_store.format.errors import UnsupportedError
+from adacheck_store.format.errors import NotProvableError, UnsupportedError
 from adacheck_store.optimizer_kit import prove, register_optimizer
 from adacheck_store.optimizers import HALVES, SHARED_ELEMENTS, find_spec, raw_step
 from tests.hooks.helpers import attach, bits, check_records, new_url, restored, same
@@ -231,6 +232,41 @@ def test_a_flag_that_makes_a_large_parameter_unsteady_keeps_it_whole() -> None:
     with restored(make, url) as (again, mine, _, report):
         assert (report.step, report.certificate.exactness) == (6, "exact")
         same(end, bits(again, mine))
+
+
+def test_a_flag_that_ends_folding_in_mid_run_keeps_bases_from_then_on() -> None:
+    """Momentum switched on for steps 4 to 6 of a foreach SGD: a base at once, then every other.
+
+    Switched off again, updates are folded from the next multiple of base_every on.
+    """
+
+    def make(seed: int = 0, momentum: float = 0.0) -> Any:
+        torch.manual_seed(seed)
+        model = torch.nn.Linear(5, 33).bfloat16()
+        optimizer = O.SGD(model.parameters(), lr=0.1, foreach=True)
+        optimizer.param_groups[0]["momentum"] = momentum
+        return model, optimizer
+
+    url, marks = new_url(), {}
+    model, optimizer = make()
+    with attach(model, optimizer, url, full_every=2, base_every=8, keep=9) as ckpt:
+        ckpt.restore()
+        for number in range(1, 9):
+            optimizer.param_groups[0]["momentum"] = 0.9 * (4 <= number < 7)
+            for param in model.parameters():
+                param.grad = torch.randn(param.shape).bfloat16()
+            optimizer.step()
+            marks[number] = bits(model, optimizer)
+    for asked, kind in [(8, "exact"), (7, ""), (6, "unsupported"), (5, ""),
+                        (4, "unsupported"), (3, "exact")]:  # fmt: skip
+        make_then = partial(make, momentum=0.9 * (4 <= asked < 7))
+        if not kind:
+            with pytest.raises(NotProvableError), restored(make_then, url, step=asked):
+                pass
+            continue
+        with restored(make_then, url, step=asked, keep=9) as (again, mine, _, report):
+            assert report.certificate.exactness == kind
+            same(marks[asked], bits(again, mine))
 
 
 @dtypes
