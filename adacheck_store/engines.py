@@ -16,6 +16,7 @@ import torch
 
 from adacheck_store.format.bodies import Groups
 
+from . import kernels
 from .arrays import from_typed
 from .optimizers import OptimizerSpec, make_optimizer, on_cpu, raw_step
 
@@ -24,7 +25,8 @@ from .optimizers import OptimizerSpec, make_optimizer, on_cpu, raw_step
 class Piece:
     """A cut of a slice: ``param`` and the state tensors are views of the fold's window.
 
-    ``grad`` is a view of scratch memory. ``scalars`` are per-slice counters (0-dim tensors or
+    ``grad`` is a view of scratch memory; where ``kept`` is given, the gradient as bfloat16, it is
+    decoded only if need be. ``scalars`` are per-slice counters (0-dim tensors or
     numbers), None where the slice has no state yet. ``cuts`` is the engine's own.
     """
 
@@ -37,6 +39,7 @@ class Piece:
     roles: Mapping[str, torch.Tensor]
     present: bool
     scalars: dict[str, Any] = field(default_factory=dict)
+    kept: torch.Tensor | None = None
     cuts: list[Piece] = field(default_factory=list)
 
 
@@ -52,6 +55,7 @@ class StepEngine:
     """
 
     def __init__(self, spec: OptimizerSpec) -> None:
+        self._cls = spec.cls
         self._optimizer = make_optimizer(spec)
         self._step = raw_step(spec)
         self._groups: tuple[Groups, list[dict[str, Any]]] | None = None
@@ -59,6 +63,7 @@ class StepEngine:
     def apply(self, pieces: Sequence[Piece], groups: Groups) -> None:
         """One update of the given pieces (those with a gradient), in place."""
         keywords = self._keywords(groups)
+        pieces = [piece for piece in pieces if not self._compiled(piece, keywords)]
         if any(_taken_whole(piece, keywords[piece.group]) for piece in pieces):
             self._apply(pieces, keywords)
             return
@@ -68,6 +73,30 @@ class StepEngine:
             if piece.cuts:
                 last = piece.cuts[-1]
                 piece.present, piece.scalars, piece.cuts = last.present, last.scalars, []
+
+    def takes_halves(self, groups: Groups) -> bool:
+        """Whether pieces should come with gradients as they are kept, for the compiled kernel."""
+        return all(kernels.takes(self._cls, values) for values in self._keywords(groups))
+
+    def _compiled(self, piece: Piece, keywords: list[dict[str, Any]]) -> bool:
+        """Let the compiled kernel do a piece; False, and the gradient decoded, if it cannot."""
+        kept, piece.kept = piece.kept, None
+        if kept is None:
+            return False
+        whole = kept.numel() - kept.numel() % kernels.WIDTH
+        if not piece.present or not whole:
+            piece.grad.copy_(kept.reshape(piece.grad.shape))
+            return False
+        number = piece.scalars["step"] + 1
+        state = [piece.param, piece.roles["exp_avg"], piece.roles["exp_avg_sq"]]
+        main = state if whole == kept.numel() else [tensor[:whole] for tensor in state]
+        kernels.adamw(main, kept[:whole], keywords[piece.group], float(number))
+        if main is not state:
+            rest = _part(piece, slice(whole, None))
+            rest.grad.copy_(kept[whole:])
+            self._apply([rest], keywords)
+        piece.scalars = {**piece.scalars, "step": number}
+        return True
 
     def _apply(self, pieces: Sequence[Piece], keywords: list[dict[str, Any]]) -> None:
         optimizer = self._optimizer
@@ -131,20 +160,20 @@ def _batches(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
 
 def _cut(piece: Piece) -> list[Piece]:
     """The piece in cuts of `PLAIN_ELEMENTS`, each with counters of its own."""
-    parts = []
-    for start in range(0, piece.param.numel(), PLAIN_ELEMENTS):
-        cut = slice(start, start + PLAIN_ELEMENTS)
-        scalars = {
-            name: value.clone() if isinstance(value, torch.Tensor) else value
-            for name, value in piece.scalars.items()
-        }
-        parts.append(
-            Piece(
-                slice=piece.slice, group=piece.group, start=piece.start + start,
-                stop=min(piece.start + start + PLAIN_ELEMENTS, piece.stop),
-                param=piece.param[cut], grad=piece.grad[cut],
-                roles={role: view[cut] for role, view in piece.roles.items()},
-                present=piece.present, scalars=scalars,
-            )
-        )  # fmt: skip
-    return parts
+    starts = range(0, piece.param.numel(), PLAIN_ELEMENTS)
+    return [_part(piece, slice(start, start + PLAIN_ELEMENTS)) for start in starts]
+
+
+def _part(piece: Piece, cut: slice) -> Piece:
+    """Some of a piece's elements, with counters of their own."""
+    start, stop, _ = cut.indices(piece.param.numel())
+    scalars = {
+        name: value.clone() if isinstance(value, torch.Tensor) else value
+        for name, value in piece.scalars.items()
+    }
+    return Piece(
+        slice=piece.slice, group=piece.group, start=piece.start + start, stop=piece.start + stop,
+        param=piece.param[cut], grad=piece.grad[cut],
+        roles={role: view[cut] for role, view in piece.roles.items()},
+        present=piece.present, scalars=scalars,
+    )  # fmt: skip

@@ -36,6 +36,8 @@ from .fetch import ArrayReader, lost_if_malformed, refused
 from .fingerprint import block_sum
 from .optimizers import check_groups, folds_alike, spec_named
 
+_HALVES = (torch.bfloat16, torch.float32)
+
 WINDOW_BYTES = 4 << 20
 """Bytes of the narrowest role in a window: whole blocks of every role."""
 
@@ -250,13 +252,17 @@ class Fold:
                 continue
             grads = delta.grads[number]
             stepping = [p for p in pieces if (section.name, p.slice) in grads]
-            self._decode(section, delta, number, stepping)
+            with refused(delta.reader):
+                halves = self._engines[section.optimizer].takes_halves(update.groups)
+            self._decode(section, delta, number, stepping, halves)
             with refused(delta.reader):
                 self._engines[section.optimizer].apply(stepping, update.groups)
                 _refuse_new_state(stepping)
 
-    def _decode(self, section: Section, delta: Delta, number: int, pieces: Sequence[Piece]) -> None:
-        """Fill the pieces' gradients; neighbours kept alike are read in one run."""
+    def _decode(
+        self, section: Section, delta: Delta, number: int, pieces: Sequence[Piece], halves: bool
+    ) -> None:
+        """Fill the pieces' gradients, neighbours in one run; with ``halves`` bfloat16 as it is."""
         grads = delta.grads[number]
         at = 0
         while at < len(pieces):
@@ -270,10 +276,12 @@ class Fold:
                 if _shift(section, pieces[end], grad) != shift:
                     break
                 end += 1
-            self._decode_run(delta, number, first, pieces[at:end])
+            self._decode_run(delta, number, first, pieces[at:end], halves)
             at = end
 
-    def _decode_run(self, delta: Delta, number: int, grad: Grad, pieces: Sequence[Piece]) -> None:
+    def _decode_run(
+        self, delta: Delta, number: int, grad: Grad, pieces: Sequence[Piece], halves: bool
+    ) -> None:
         name = grad_array(number, grad.section, grad.encoding)
         begin = grad.offset + pieces[0].start
         target = pieces[0].grad.reshape(-1)
@@ -282,6 +290,11 @@ class Fold:
             span = last.storage_offset() + last.numel() - target.storage_offset()
             target = target.as_strided((span,), (1,))
         kept = delta.reader.elements(name, begin, begin + target.numel())
+        if halves and grad.scale is None and (kept.dtype, target.dtype) == _HALVES:
+            for piece in pieces:
+                at = piece.grad.storage_offset() - target.storage_offset()
+                piece.kept = kept[at : at + piece.grad.numel()]
+            return
         if grad.scale is not None:
             kept = kept.to(torch.float32).mul_(_scale(grad.scale))
         target.copy_(kept)

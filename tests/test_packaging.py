@@ -26,9 +26,10 @@ print(*names)
 """
 
 
-def run(*command: str | Path, cwd: Path) -> str:
+def run(*command: str | Path, cwd: Path, **more: str) -> str:
     """Run a command in a folder outside the clone and return what it prints."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment |= more
     result = subprocess.run(
         command,
         cwd=cwd,
@@ -54,8 +55,8 @@ def shipped_files() -> set[str]:
     return names
 
 
-@pytest.fixture(scope="module")
-def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["with a compiler", "no compiler"])
+def dist(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     """Build the sdist, and the wheel from it, from a copy that holds nothing but sources."""
     source = tmp_path_factory.mktemp("source")
     ignore = shutil.ignore_patterns("__pycache__", "*.egg-info")
@@ -65,18 +66,26 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(ROOT / name, source / name)
     for path in ROOT.glob("*.md"):
         shutil.copy(path, source / path.name)
-    out = tmp_path_factory.mktemp("dist")
-    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, source, cwd=out)
+    out: Path = tmp_path_factory.mktemp("dist") / request.param
+    out.mkdir()
+    build = (sys.executable, "-m", "build", "--no-isolation", "--outdir", out, source)
+    compiler = {"CC": "/bin/false"} if request.param.startswith("no") else {}
+    run(*build, cwd=out, **compiler)
     return out
 
 
 def test_wheel_holds_every_file_once(dist: Path) -> None:
-    """The wheel holds exactly the files of the five folders, none twice through the links."""
+    """The wheel holds exactly the files of the five folders, none twice through the links.
+
+    The kernels are there where there is a compiler, and only there.
+    """
     (wheel,) = dist.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if ".dist-info/" not in name]
     assert len(names) == len(set(names))
-    assert set(names) == shipped_files()
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    compiled = {f"adacheck_store/_kernels{suffix}"} if dist.name.startswith("with") else set()
+    assert set(names) == shipped_files() | compiled
 
 
 def test_sdist_holds_no_links(dist: Path) -> None:
@@ -87,7 +96,13 @@ def test_sdist_holds_no_links(dist: Path) -> None:
         assert not [member.name for member in archive if member.issym() or member.islnk()]
     assert len(names) == len(set(names))
     assert not [n for n in names if n.startswith(tuple(f"adacheck_store/{f}" for f in FOLDERS))]
-    assert {"LICENSE", "README.md", "pyproject.toml", "format/__init__.py"} <= set(names)
+    assert {
+        "adacheck_store/kernels.c",
+        "LICENSE",
+        "README.md",
+        "pyproject.toml",
+        "format/__init__.py",
+    } <= set(names)
 
 
 def test_wheel_works_in_a_clean_environment(dist: Path, tmp_path: Path) -> None:
