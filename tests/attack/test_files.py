@@ -6,7 +6,9 @@ import dataclasses
 import os
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +16,8 @@ from adacheck_store.format.errors import AdaCheckError
 from adacheck_store.restore import restore_state
 from adacheck_store.session import RunSession
 from adacheck_store.store import open_store
+from adacheck_store.tiers import durable
+from adacheck_store.tiers.object_local import LocalObjects
 from adacheck_store.tools.findings import DAMAGE, Finding
 from adacheck_store.tools.fsck import fsck
 from tests.attack.forged import limited
@@ -72,15 +76,20 @@ def packs(root: Path) -> list[Path]:
     return found
 
 
-@pytest.mark.parametrize("sixteenth", range(16))
-def test_torn_packs(written: tuple[Path, Journal], tmp_path: Path, sixteenth: int) -> None:
-    """Each file of the packs cut short, one store for each place of the cut."""
+@pytest.mark.parametrize("tail", ["short", "zeros", "other"])
+@pytest.mark.parametrize("eighth", range(8))
+def test_torn_packs(written: tuple[Path, Journal], tmp_path: Path, eighth: int, tail: str) -> None:
+    """Files of the packs cut short, or with zeros or something else behind the cut."""
     files = packs(written[0])
     for number in range(0, len(files), max(1, len(files) // 4)):
         root = copy_of(written[0], tmp_path / str(number), lmdb=False)
         torn = root / files[number].relative_to(written[0])
-        size = torn.stat().st_size
-        os.truncate(torn, size * sixteenth // 16)
+        whole = torn.read_bytes()
+        cut = len(whole) * eighth // 8
+        rest = {"short": b"", "zeros": bytes(len(whole) - cut), "other": whole[cut:][::-1]}[tail]
+        if whole == whole[:cut] + rest:
+            continue
+        torn.write_bytes(whole[:cut] + rest)
         step, kinds = examine(root, written[1])
         assert step >= 0
         assert kinds, f"{torn} was cut, and fsck says nothing"
@@ -90,8 +99,9 @@ def test_torn_packs(written: tuple[Path, Journal], tmp_path: Path, sixteenth: in
 @pytest.mark.parametrize("what", ["symlink", "dangling", "loop", "fifo", "folder"])
 @pytest.mark.parametrize("where", ["chunk", "document", "term", "marker", "lmdb", "data"])
 def test_no_link_is_followed_and_no_pipe_waited_for(
-    written: tuple[Path, Journal], tmp_path: Path, what: str, where: str
-) -> None:
+    written: tuple[Path, Journal], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str,
+    where: str,
+) -> None:  # fmt: skip
     root = copy_of(written[0], tmp_path / "store", lmdb=where in ("lmdb", "data"))
     files = packs(root)
     victim = {
@@ -115,12 +125,30 @@ def test_no_link_is_followed_and_no_pipe_waited_for(
             os.mkfifo(victim)
         case _:
             victim.mkdir()
+    opened = opening(monkeypatch)
     step, kinds = examine(root, written[1])
+    assert len(opened) > 10
     if where in ("lmdb", "data"):
         assert step == LAST
-    elif where in ("chunk", "document", "term"):
+        return
+    assert not [path for path in opened if path.startswith(str(aside))]
+    if where != "marker":
         assert kinds or (where, what) == ("term", "folder"), step  # that one is empty, no more
     assert aside.exists()
+
+
+def opening(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Where every file that is opened from now on really lies."""
+    opened: list[str] = []
+    plain = os.open
+
+    def note(*arguments: Any, **more: Any) -> int:
+        file = plain(*arguments, **more)
+        opened.append(os.readlink(f"/proc/self/fd/{file}"))
+        return file
+
+    monkeypatch.setattr(os, "open", note)
+    return opened
 
 
 def test_a_store_moved_while_it_is_written_to(tmp_path: Path) -> None:
@@ -195,13 +223,12 @@ def test_a_clock_that_jumps_deletes_nothing_early(
     begin(session, toy, journal)
     real = time.time
     train(session, toy, journal, 20)
+    session.flush(30)
+    _until(lambda: session._upkeep.progress.far_floor >= 16)  # what lies below it waits
     monkeypatch.setattr(time, "time", lambda: real() + jump_s)
     train(session, toy, journal, 20)
     session.flush(30)
-    deadline = time.monotonic() + 30
-    while session._upkeep.progress.far_floor < 32:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    _until(lambda: session._upkeep.progress.far_floor >= 32)
     with open_store(url) as store:
         held = sorted(
             int(key.rsplit("/", 1)[1]) for key in store.far.list("run/") if "/delta/" in key
@@ -211,3 +238,31 @@ def test_a_clock_that_jumps_deletes_nothing_early(
     session.close()
     step, _ = examine(tmp_path / "store", journal)
     assert step == 40
+
+
+def _until(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_draft_swept_by_a_clock_that_jumps_is_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process takes the draft of a put in flight for one of the dead."""
+    mine, other = LocalObjects(tmp_path / "objects"), LocalObjects(tmp_path / "objects")
+    swept: list[int] = []
+    plain, real = durable.rename, time.time
+
+    def late(*arguments: Any, **more: Any) -> None:
+        if not swept:
+            with monkeypatch.context() as patch:
+                patch.setattr(time, "time", lambda: real() + 1e9)
+                swept.append(other.sweep())
+        plain(*arguments, **more)
+
+    monkeypatch.setattr(durable, "rename", late)
+    mine.put("run/x", [b"content"])
+    assert swept == [1]
+    assert other.get("run/x") == b"content"

@@ -195,14 +195,13 @@ class FileMachine(Machine):
     @rule(which=st.integers(0, 2), flush=st.booleans())
     def drop(self, which: int, flush: bool) -> None:
         """A tier is lost: the machine, or the object store."""
-        for node in sorted(self.world.writers):
-            if flush:
-                self.world.flush(node)
+        flushed = [self.world.flush(node) for node in sorted(self.world.writers) if flush]
         self.world.close_all()
         with self.world.read() as store:
             names = [tier.traits.name for tier in store.tiers]
         if len(names) > 1:
-            self.world.drop(names[which % len(names)])
+            safe = bool(flushed) and all(flushed)
+            self.world.drop(names[which % len(names)], flushed=safe)
 
     @rule(point=st.sampled_from(RAISING), hit=st.integers(1, 6), steps=st.integers(1, 12))
     def kill(self, point: str, hit: int, steps: int) -> None:
@@ -239,7 +238,7 @@ COMMON = {
 }  # fmt: skip
 ON_DISK = COMMON | {
     "damaged lmdb", "damaged zarr", "dropped lmdb", "dropped zarr", "stumbled", "fenced",
-    "compact copied", "killed", "unharmed",
+    "compact copied", "killed", "unharmed", "outlived",
 }  # fmt: skip
 
 

@@ -530,14 +530,17 @@ class World:
                 path.write_bytes(content.replace(data, changed))
         return found
 
-    def drop(self, tier: str) -> None:
-        """Lose a tier: a node's LMDB, or all objects."""
+    def drop(self, tier: str, *, flushed: bool = False) -> None:
+        """Lose a tier: a node's LMDB, or all objects. What was ``flushed`` outlives an LMDB."""
         assert self.root is not None
         DONE[f"dropped {tier.partition(':')[0]}"] += 1
         if tier == "zarr":
             shutil.rmtree(self.root / "objects")
         else:
             shutil.rmtree(self.root / "lmdb" / (tier.partition(":")[2] or NODES[0]))
+            if flushed and not self.planted:
+                self.check()
+                DONE["outlived"] += 1
         self._cut()
 
     def _cut(self) -> None:
