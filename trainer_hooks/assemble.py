@@ -15,7 +15,7 @@ from .capture_base import boundary_groups, existing_arrays, fill_area, section_s
 from .encode import ClosedBoundary, Encoder
 from .held import typed_groups
 from .layouts import Binding
-from .outside import OutsideWatch, SetCopy
+from .outside import OutsideWatch
 from .stager import HostBuffer, Stager, StateArea
 from .updates import CapturedUpdate
 
@@ -88,15 +88,14 @@ class Assembly:
         A captured base comes instead of the delta where there is a gap, and besides if ``based``.
         """
         area = None
-        copies: list[SetCopy] = []
         try:
+            copies = self.watch.stage(buffer)  # first: it says by name what has changed its shape
             captured = based or gap is not None
             if captured or step % self._settings.base_every == 0:
                 area = self.stager.area()
                 fill_area(self.binding, area)
             else:
                 self._blocks.stage(step, buffer)
-            copies = self.watch.stage(buffer)
             closed = ClosedBoundary(
                 step=step, encoder=self.encoder, buffer=buffer, area=area, updates=updates,
                 copies=copies, groups=boundary_groups(self.binding),

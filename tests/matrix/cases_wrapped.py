@@ -44,6 +44,14 @@ class CompiledLater(Compiled):
         return self.model
 
 
+class Inductor(CompiledLater):
+    """Compiled to code of its own: forward and backward are, the step is not."""
+
+    def begun(self) -> None:
+        """With the default backend."""
+        self.called = torch.compile(self.model)
+
+
 class CompiledInPlace(Plain):
     """`module.compile()` after restore."""
 

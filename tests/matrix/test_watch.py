@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from adacheck_store.format.errors import NotProvableError
+from adacheck_store.restore import restore_state
+from adacheck_store.store import open_store
 from tests.hooks.helpers import attach, bits, new_url, same
 from tests.matrix import cases_edits, cases_gradients, cases_loops
 
@@ -53,6 +55,31 @@ def test_an_edit_through_data_costs_a_base_and_no_truth():
     assert refused, "the edit was never found"
     assert min(refused) >= 9
     assert max(refused) <= 10 + 16
+
+
+def test_an_edit_of_one_number_of_a_large_array_is_found_within_sixteen_steps():
+    """64 blocks, one in 16 fingerprinted by a step; edited just after its block's turn."""
+    model, url, edited = torch.nn.Module(), new_url(), 5
+    model.large = torch.nn.Parameter(torch.zeros(64 << 18))
+    model.small = torch.nn.Parameter(torch.randn(33))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attach(model, optimizer, url, strict=False, base_every=64) as ckpt:
+        ckpt.restore()
+        for number in range(1, 24):
+            model.small.grad = torch.randn(33)
+            optimizer.step()
+            if number == edited:
+                model.large.data[((16 + edited) << 18) + 11] += 1e-30
+    with open_store(url) as store:
+        newest = restore_state(store.tiers, "r")
+        assert (newest.step, newest.lost) == (edited, 23 - edited)
+        assert any(f"block {16 + edited}" in reason for reason in newest.reasons)
+        for step in (22, edited + 16):
+            with pytest.raises(NotProvableError, match="is not what the trainer had"):
+                restore_state(store.tiers, "r", step=step)
+        for step in (edited + 1, edited + 15):
+            certificate = restore_state(store.tiers, "r", step=step).certificate
+            assert certificate.verified_through <= edited, "the certificate does not tell"
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from tests.matrix.kit import compare, prove, run
     "case",
     [
         cases.Compiled, cases.CompiledLater, cases.CompiledInPlace,
-        cases.Ddp, cases.DdpLater,
+        pytest.param(cases.Inductor, marks=pytest.mark.slow), cases.Ddp, cases.DdpLater,
         cases.Hooked, cases.HookedRounded,
         cases.HookedAfter,
     ],

@@ -9,9 +9,10 @@ import torch
 
 import adacheck_store as ada
 from adacheck_store import optimizers
+from adacheck_store.engines import Piece, StepEngine
 from adacheck_store.format.errors import UnsupportedError, UsageError
 from adacheck_store.optimizer_kit import prove, register_optimizer
-from adacheck_store.optimizers import find_spec, spec_of
+from adacheck_store.optimizers import arithmetic_digest, find_spec, group_values, spec_of
 from tests.optimizers.mine import InGroup, Lion, Noisy, Normed, Secretive, Slowed
 
 O = torch.optim  # noqa: E741
@@ -125,6 +126,32 @@ def test_what_needs_the_whole_tensor_fails_its_proof(cls: Any, roles: list[str])
     verdict = prove(cls, roles=roles, scalars=["step"], steps=10)
     assert not verdict.proven
     assert verdict.why
+
+
+@pytest.mark.parametrize("cls", [O.AdamW, O.NAdam, O.Adadelta, O.Rprop, O.RAdam])
+def test_capturable_is_a_devices_flag_and_folds_on_a_cpu(cls: Any) -> None:
+    """Torch refuses it on a CPU; a fold there goes on without, and says the same arithmetic."""
+    param = torch.nn.Parameter(torch.ones(5))
+    optimizer = cls([param], capturable=True)
+    param.grad = torch.ones(5)
+    with pytest.raises((AssertionError, RuntimeError), match="capturable"):
+        optimizer.step()
+    (group,) = [group_values(group) for group in optimizer.param_groups]
+    assert group["capturable"] is True
+    spec, found = find_spec(optimizer), []
+    for flag in (True, False):
+        values = {role: torch.zeros(5) for role in spec.roles(group)}
+        piece = Piece(slice=0, group=0, start=0, stop=5, param=torch.ones(5), grad=torch.ones(5),
+                      roles=values, present=False)  # fmt: skip
+        StepEngine(spec).apply([piece], ({**group, "capturable": flag},))
+        found.append([piece.param, *values.values()])
+    assert all(map(torch.equal, *found))
+    assert not torch.equal(found[0][0], torch.ones(5))
+    digests = {
+        arithmetic_digest(spec.name, ({**group, "capturable": flag},), ["F32"])
+        for flag in (True, False)
+    }
+    assert len(digests) == 1
 
 
 def test_a_lion_is_registered_and_folded() -> None:
