@@ -32,6 +32,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from adacheck_store.format.errors import (
+    AdaCheckError,
     FormatError,
     MalformedError,
     NotOursError,
@@ -178,13 +179,14 @@ def read(folder: str, run: str) -> Credentials:
         raise RecordNotFoundError("no key of this run", run=run, path=path) from exc
     except OSError as exc:
         raise translate(exc, _TIER, path) from exc
-    with os.fdopen(fd, "rb") as file:
+    try:
         _check_private(os.fstat(fd), path, stat.S_ISREG)
-        try:
-            found = Credentials.load(file.read(MAX_BUNDLE_BYTES + 1))
-        except FormatError as exc:
-            exc.at(path=path, run=run)
-            raise
+        found = Credentials.load(os.read(fd, MAX_BUNDLE_BYTES + 1))
+    except AdaCheckError as exc:
+        exc.at(path=path, run=run)
+        raise
+    finally:
+        os.close(fd)
     if found.run != run:
         raise MalformedError(f"the key of run {found.run!r}", rule="credentials", path=path)
     return found

@@ -87,8 +87,8 @@ class Calls:
 
         Raises `ChannelError` where the connection is of no further use.
         """
-        if call.kind is not Kind.CALL:
-            raise ChannelError(f"a frame of kind {call.kind.name} where a call comes next")
+        if call.kind is not Kind.CALL or call.head.get("verb") in ("hello", "ping"):
+            raise ChannelError(f"{call.kind.name} {call.head.get('verb')!r:.50} out of turn")
         try:
             self._dispatch(channel, call, peer)
         except ChannelError:

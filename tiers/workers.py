@@ -10,6 +10,9 @@ from collections.abc import Callable
 from contextlib import suppress
 
 _IDLE_S = 2.0
+_SPARE = 4
+"""Threads that stay for the next job; they end too when none comes for `_IDLE_S`."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -64,6 +67,11 @@ class Workers:
             finally:
                 with self._lock:
                     self._open -= 1
+                    spare = len(self._threads) - self._open > _SPARE
+                    if spare:
+                        self._threads.discard(threading.current_thread())
+            if spare:
+                return
 
     def join(self, timeout_s: float) -> bool:
         """Wait until all jobs have ended; False if they have not in time."""
