@@ -22,14 +22,16 @@ class Recording:
 
     ``grads`` maps parameters' ids to copies of their gradients; ``counts`` are the replays since
     it was last zeroed, and those of them that skipped themselves (int64, on the device; made
-    before the recording). ``groups`` are the hyper-parameters as recorded: numbers are fixed in
-    the graph, tensors are read at each replay. ``scales`` are observed clip coefficients, and
+    before the recording). ``groups`` are the hyper-parameters: numbers are fixed in the graph, of
+    tensors they hold copies, for a schedule may change those before the boundary comes.
+    ``recorded`` are the very objects. ``scales`` are observed clip coefficients, and
     ``unrounded`` the parameters whose gradients the policy would round and the step did not.
     """
 
     counts: torch.Tensor
     grads: dict[int, torch.Tensor] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)
+    recorded: list[dict[str, Any]] = field(default_factory=list)
     scales: Sequence[torch.Tensor] = ()
     unrounded: set[int] = field(default_factory=set)
 
@@ -51,12 +53,12 @@ class Recording:
             for group in groups
         ]
         if not self.made:
-            self.groups = plain
+            self.recorded, self.groups = plain, _memory_for(plain)
             self.grads = {index: torch.empty_like(grad) for index, grad in grads.items()}
             self.scales = tuple(torch.empty_like(scale) for scale in scales)
         elif (
             self.grads.keys() != grads.keys() or len(self.scales) != len(scales)
-            or not _alike(self.groups, plain)
+            or not _alike(self.recorded, plain)
         ):  # fmt: skip
             raise UnsupportedError(
                 "graphs that record an optimizer's step with other gradients or other numbers",
@@ -64,11 +66,35 @@ class Recording:
             )
         for index, grad in grads.items():
             self.grads[index].copy_(grad)
-        for mine, scale in zip(self.scales, scales, strict=True):
-            mine.copy_(scale)
+        pairs = [*zip(self.scales, scales, strict=True)]
+        pairs += zip(_numbers(self.groups), _numbers(plain), strict=True)
+        for mine, theirs in pairs:
+            mine.copy_(theirs)
         self.counts[0].add_(1)
         if found_inf is not None:
             self.counts[1].add_((found_inf != 0).sum())
+
+
+def _memory_for(value: Any) -> Any:
+    """The same with 0-dim tensors of its own."""
+    if isinstance(value, torch.Tensor):
+        return torch.empty_like(value) if value.dim() == 0 else value
+    if isinstance(value, list | tuple):
+        return type(value)(_memory_for(item) for item in value)
+    if isinstance(value, dict):
+        return {key: _memory_for(item) for key, item in value.items()}
+    return value
+
+
+def _numbers(value: Any) -> list[torch.Tensor]:
+    """The 0-dim tensors in a value, in its order."""
+    if isinstance(value, torch.Tensor):
+        return [value] if value.dim() == 0 else []
+    if isinstance(value, dict):
+        value = list(value.values())
+    if not isinstance(value, list | tuple):
+        return []
+    return [number for item in value for number in _numbers(item)]
 
 
 def _alike(left: Any, right: Any) -> bool:

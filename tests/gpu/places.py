@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import warnings
 from typing import Any
 
 import torch
@@ -80,6 +81,9 @@ class Cuda(Place):
         super().__init__(monkeypatch)
         self.device = torch.device("cuda", 0)
         torch.cuda.init()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # once, that the detector does not find everything
+            torch.cuda.set_sync_debug_mode("default")
 
     @contextlib.contextmanager
     def strict(self) -> Any:

@@ -92,7 +92,7 @@ def test_a_boundary_without_a_replay_has_no_update(place):
 
 
 def test_the_learning_rate_may_be_a_tensor_that_changes(place):
-    """A number is fixed in the graph, a tensor is read at each replay."""
+    """A number is fixed in the graph, a tensor is read at each replay, and not after it."""
     url = new_url()
     rate = torch.tensor(1e-2, device=place.device)
     model = Tensors(place.device)
@@ -108,6 +108,7 @@ def test_the_learning_rate_may_be_a_tensor_that_changes(place):
             give_grads(model, number)
             rate.fill_(0.1 / number)
             replay()
+            rate.fill_(0.5)  # as a schedule does
             with place.watched():
                 ckpt.end_step()
         ends = [p.detach().cpu().clone() for p in model.parameters()]
