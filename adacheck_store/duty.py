@@ -20,18 +20,18 @@ BACKOFF_S = (1.0, 30.0)
 
 
 NICE = 10
-"""By how much the store's threads rank behind training's."""
+"""By how much these threads rank behind training where processors are short."""
+
+WRITER_NICE = 5
+"""The same for the writer's: less, for at W training waits for it."""
 
 
-def give_way() -> None:
-    """Let the calling thread run behind training where processors are short (Linux alone).
-
-    When training waits for it, at W, there is a processor free for it.
-    """
+def give_way(rank: int) -> None:
+    """Let the calling thread run behind others by so much (Linux alone)."""
     if sys.platform == "linux":  # elsewhere this would be the whole process
         thread = threading.get_native_id()
         with suppress(OSError):
-            nice = os.getpriority(os.PRIO_PROCESS, thread) + NICE
+            nice = os.getpriority(os.PRIO_PROCESS, thread) + rank
             os.setpriority(os.PRIO_PROCESS, thread, min(nice, 19))
 
 
@@ -62,7 +62,7 @@ class Duty:
         self._changed.notify_all()
 
     def _loop(self) -> None:
-        give_way()
+        give_way(NICE)
         pause_s = BACKOFF_S[0]
         while True:
             with self._changed:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from .rows import Row, median
 from .training import Clock, Rivals, Training, timed
 
 ROUNDS = 3
-ALONE = 12
+ALONE = 8
 """Steps of training alone between two measurements."""
 
 OURS: dict[str, tuple[dict[str, Any], int, int]] = {
@@ -121,6 +122,7 @@ def _samples(training: Training, ours: Ours, rivals: Rivals) -> dict[str, list[S
             rivals.settle()
             after = timed(lambda: training.run(ALONE), ALONE)
             samples[name].append(Sample(clock, (alone, after)))
+            sys.stderr.write(f"{name}: {samples[name][-1].ratio:.3f}\n")
             alone = after
     return samples
 
