@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import io
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,14 @@ _MAKERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LateNumber:
+    """A number that a copy on its way to the host will tell; it is kept as a plain one."""
+
+    kind: type[float] | type[int]
+    tensor: torch.Tensor
+
+
 def freeze(value: Any, path: str, depth: int = 0) -> Any:
     """A copy of a tree that later changes cannot reach; raises `UnsupportedError` at ``path``.
 
@@ -63,7 +72,7 @@ def freeze(value: Any, path: str, depth: int = 0) -> Any:
     if depth > MAX_DEPTH:
         raise UnsupportedError(f"{path} is nested deeper than {MAX_DEPTH}", hint="flatten it")
     kind = type(value)
-    if value is None or kind in (bool, int, float, str, bytes):
+    if value is None or kind in (bool, int, float, str, bytes, LateNumber):
         return value
     if isinstance(value, torch.Tensor):
         return _frozen_tensor(value, path)
@@ -132,6 +141,8 @@ def extra_record(link: Link, step: int, trees: Mapping[str, Any]) -> Record:
 
 
 def _referred(value: Any, arrays: dict[str, torch.Tensor]) -> Any:
+    if isinstance(value, LateNumber):
+        return value.kind(value.tensor.item())
     if isinstance(value, torch.Tensor):
         if value.dim() == 0:
             return scalar_of(value)

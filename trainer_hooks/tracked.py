@@ -10,12 +10,29 @@ import torch
 
 from adacheck_store.format.errors import ModelMismatchError, OrderError, UnsupportedError
 
-from .extras import freeze, thaw
+from .copies import host_copy, remote
+from .extras import LateNumber, freeze, thaw
 from .hooks import scaler_at_work
 from .names import Model, modules_of, walk
 from .rng import rng_state
 
 log = logging.getLogger(__name__)
+
+
+def state_of(value: Any) -> Any:
+    """An object's ``state_dict()``; that of torch's scaler without its two waits for the device."""
+    cls = torch.amp.GradScaler
+    scale = getattr(value, "_scale", None)
+    own = isinstance(value, cls) and type(value).state_dict is cls.state_dict
+    if not own or not isinstance(scale, torch.Tensor) or not remote(scale):
+        return value.state_dict()
+    unread = cls.__new__(cls)
+    vars(unread).update(vars(value), _scale=None, _growth_tracker=None)
+    return {
+        **unread.state_dict(),
+        "scale": LateNumber(float, host_copy(scale)),
+        "_growth_tracker": LateNumber(int, host_copy(value._growth_tracker)),
+    }
 
 
 class Tracked:
@@ -105,7 +122,7 @@ class Tracked:
         return {
             "rng": rng_state(),
             "tracked": {
-                name: freeze(value.state_dict(), name) for name, value in self._objects.items()
+                name: freeze(state_of(value), name) for name, value in self._objects.items()
             },
             "modules": {
                 path: freeze(module.get_extra_state(), f"extra state of module {path!r}")

@@ -159,22 +159,33 @@ def test_a_fused_step_that_skips_itself(place, unscaled, explicit):
             assert close if place.cuda else torch.equal(mine, end)
 
 
-def test_a_tracked_scaler_reads_its_device_itself(place):
-    """torch's ``GradScaler.state_dict`` waits for two numbers: the one wait there is."""
+def test_a_tracked_scaler_is_not_waited_for(place):
+    """Its own ``state_dict`` waits for two numbers; they are copied, and kept as it says them."""
     model = Tensors(place.device)
     opt = made("fused", model.parameters())
-    scaler = torch.amp.GradScaler(place.device.type, init_scale=1024.0)
-    with attach(model, opt, new_url()) as ckpt:
+    scaler = torch.amp.GradScaler(place.device.type, init_scale=1024.0, growth_interval=2)
+    url = new_url()
+    with attach(model, opt, url) as ckpt:
         ckpt.track(scaler=scaler)
         ckpt.restore()
-        scaler.scale(torch.zeros((), device=place.device))
-        give_grads(model, 1)
-        with place.watched():
-            scaler.step(opt)
+        scaler.scale(torch.zeros((), device=place.device))  # makes its tensors
         with place.strict(), pytest.raises((AssertionError, RuntimeError), match=r"item|synchron"):
             scaler.state_dict()
-        scaler.update()
-        assert ckpt.end_step() == 1
+        for number in range(1, 4):
+            give_grads(model, number)
+            with place.watched():
+                scaler.step(opt)
+                scaler.update()
+                assert ckpt.end_step() == number
+        kept = scaler.state_dict()
+    assert (kept["scale"], kept["_growth_tracker"]) == (2048.0, 1)
+    again, mine = Tensors(place.device, 9), torch.amp.GradScaler(place.device.type)
+    with attach(again, made("fused", again.parameters()), url, resume="must") as ckpt:
+        ckpt.track(scaler=mine)
+        ckpt.restore()
+        found = mine.state_dict()
+    assert found == kept
+    assert [type(value) for value in found.values()] == [type(value) for value in kept.values()]
 
 
 def test_copies_from_another_stream_are_waited_for(place):
