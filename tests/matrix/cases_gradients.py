@@ -155,9 +155,35 @@ class Closures(Plain):
             self.optimizers[0].zero_grad()
             loss = self.loss(number)
             loss.backward()
+            self.rounded()
             return loss
 
         return self.optimizers[0].step(closure).item()
+
+    def rounded(self) -> None:
+        """What the policy does to gradients, where no checkpointer does it."""
+
+
+class ClosuresNesterov(Closures):
+    """The step writes into the gradients that the closure has made."""
+
+    def make(self, params) -> None:
+        """SGD."""
+        self.optimizers = [torch.optim.SGD(params, lr=1e-2, momentum=0.9, nesterov=True)]
+
+
+class ClosuresRounded(Closures):
+    """Policy bf16: rounded after the closure, before the update."""
+
+    def build(self) -> None:
+        """The policy."""
+        super().build()
+        self.options = {"policy": "bf16"}
+
+    def rounded(self) -> None:
+        """To bf16 and back."""
+        for param in self.model.parameters() if self.ckpt is None else ():
+            param.grad.copy_(param.grad.bfloat16())
 
 
 class Later(torch.optim.Adam):
@@ -250,6 +276,11 @@ class Unknown(Plain):
         """Steps 3, 6 and 9 are kept, and the first."""
         super().build()
         self.options = {"full_every": 3}
+
+    def end(self, number: int) -> None:
+        """Step 6 is stored before the kill."""
+        if number == 7 and self.ckpt is not None:
+            self.ckpt._session.settle(60)
 
     def make(self, params) -> None:
         """Not registered."""

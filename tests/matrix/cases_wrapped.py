@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -49,6 +51,7 @@ class Inductor(CompiledLater):
 
     def begun(self) -> None:
         """With the default backend."""
+        warnings.simplefilter("ignore")  # the compiler's own
         self.called = torch.compile(self.model)
 
 
