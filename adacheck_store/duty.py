@@ -45,7 +45,7 @@ class Duty:
         self._changed, self._due, self._work, self._failed = changed, due, work, failed
         self._ending = False
         self.hurry = False
-        self.busy = False
+        self.busy_since: float | None = None
         self.failures = 0
         self.cpu_s = 0.0
         self.error: AdaCheckError | None = None
@@ -54,7 +54,7 @@ class Duty:
     @property
     def resting(self) -> bool:
         """True if nothing is being done, nor due (what failed is not waited for)."""
-        return not self.busy and (self.error is not None or not self._due())
+        return self.busy_since is None and (self.error is not None or not self._due())
 
     def end(self) -> None:
         """Stop after what is being done; the caller holds the condition."""
@@ -71,13 +71,13 @@ class Duty:
                     return
                 if not self._due():
                     continue
-                self.busy = True
+                self.busy_since = time.monotonic()
             before = time.thread_time()
             error = self._try()
             with self._changed:
                 self.cpu_s += time.thread_time() - before
                 self.error = error
-                self.busy = self.hurry = False
+                self.busy_since, self.hurry = None, False
                 self.failures += error is not None
                 self._changed.notify_all()
                 if error is not None:

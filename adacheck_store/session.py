@@ -31,7 +31,7 @@ from .config import Settings, arm_failpoints, writer_info
 from .drain import missing_below
 from .recovery import Prover, RestorePlan, tolerant_line
 from .restore import Restored, refuse_unknown, restore_state
-from .status import Status
+from .status import Status, status_of, unsaved
 from .store import Store, open_store
 from .tail import Tail
 from .terms import claim_term
@@ -330,63 +330,59 @@ class RunSession:
             if error is not None:
                 raise error
 
-    def settle(self, timeout_s: float | None = None) -> None:
-        """Wait until nothing is in flight: what was handed over is stored or given up."""
-        if not self._running()[0].wait_stored(timeout_s):
-            raise TierError("the near tier did not answer in time", run=self.run)
-
-    def flush(self, timeout_s: float | None = None, *, far: bool = True) -> None:
+    def flush(
+        self, timeout_s: float | None = None, *, far: bool = True,
+        settled: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
         """Wait until all handed over is synced in the near tier and, if ``far``, drained.
 
-        Raises what keeps it from happening, or `TierError` when the time runs out.
+        ``settled`` is called when nothing is in flight, and may hand a boundary over. Raises what
+        keeps it from happening, or `TierError` when the time runs out, which says what is not
+        stored or drained.
         """
         writer, upkeep = self._running()
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        self.settle(timeout_s)
+        for call in (settled, lambda: None):
+            if not writer.wait_stored(_left(deadline)):
+                raise TierError(f"the near tier did not answer in time: {self._unsaved()}")
+            call()
         if writer.gap is not None:
             raise writer.error or TierError(
                 f"not saved since step {writer.gap['from']}: {writer.gap['reason']}",
                 run=self.run, hint="the next boundary closes the gap if the tier answers",
             )  # fmt: skip
-        left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        if far and not upkeep.flush(left):
-            raise upkeep.error or TierError("flush: not drained in time", run=self.run)
+        if far and not upkeep.flush(_left(deadline)):
+            raise upkeep.error or TierError(f"flush: {self._unsaved()}", run=self.run)
         if upkeep.fenced is not None:
             raise upkeep.fenced
 
     def status(self) -> Status:
         """Where the session stands."""
         writer, upkeep = self._running()
-        progress = dataclasses.replace(upkeep.progress)
-        error = writer.error or upkeep.error
-        drift = progress.drift
-        return Status(
-            run=self.run, term=str(self._term), step=self._step, stored=progress.stored,
-            drained=progress.drained, base=progress.base, in_flight=writer.in_flight,
-            exposed=writer.exposed or writer.gap is not None,
-            gap=str(writer.gap["reason"]) if writer.gap else "",
-            last_error=str(error) if error else "", bytes_stored=writer.bytes_put,
-            bytes_bases=progress.bytes_bases, bytes_drained=progress.bytes_drained,
-            compactions=progress.compactions, background_cpu_s=writer.cpu_s + progress.cpu_s,
-            near=self.store.near.traits.name, far=self.store.far.traits.name,
-            exactness=progress.exactness, mismatch=self._mismatch,
-            drift=None if drift is None else drift.absolute,
-            drift_ulps=None if drift is None else drift.ulps,
-            drift_steps=None if drift is None else drift.steps,
-        )  # fmt: skip
+        return status_of(self.store, writer, upkeep, run=self.run, term=str(self._term),
+                         step=self._step, mismatch=self._mismatch)  # fmt: skip
+
+    def _unsaved(self) -> str:
+        return unsaved(self.store, *self._running(), self._step)
 
     def close(self) -> None:
-        """Stop the threads and close the tiers; what is in flight is stored first."""
-        clean = True
-        if self._writer is not None:
-            clean = self._writer.close(CLOSE_S)
+        """Stop the threads and close the tiers; what is in flight is stored first.
+
+        Waits for `CLOSE_S` at most: a thread that hangs in a tier is left to end with the process.
+        """
+        deadline = time.monotonic() + CLOSE_S
+        clean = self._writer is None or self._writer.close(CLOSE_S)
         if self._upkeep is not None:
-            clean = self._upkeep.close(CLOSE_S) and clean
+            clean = self._upkeep.close(max(0.0, deadline - time.monotonic())) and clean
         if clean:
             self.store.close()
         else:
-            log.warning("a background thread of run %s did not stop in time", self.run)
+            log.warning("run %s is left though not all is saved: %s", self.run, self._unsaved())
         self._writer = self._upkeep = None
+
+
+def _left(deadline: float | None) -> float | None:
+    return None if deadline is None else max(0.0, deadline - time.monotonic())
 
 
 def open_for_reading(url: str, cache: str | os.PathLike[str] | None = None) -> Store:

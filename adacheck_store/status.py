@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import dataclasses
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from .drift import Drift
+from .store import Store
+from .upkeep import Upkeep
+from .writer import Writer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -12,12 +20,11 @@ class Status:
     ``step`` is the last boundary handed over, ``stored`` the last one synced in the near tier,
     ``drained`` the last one in the far tier, ``base`` the newest base. ``exposed``: training goes
     on without being saved. ``exactness`` is the class of the newest base; ``mismatch`` says what
-    the last fold found wrong with the chain, if one ever did. ``drift`` is the largest difference
-    of any number of the state, in its own unit, between folds here and what the trainer had, as
-    the last captured base showed it, ``drift_ulps`` the largest in units in the last place,
-    ``drift_steps`` over how many steps (None: nothing compared yet, or all is ``exact``). Bytes
-    are totals since the writer started; ``background_cpu_s`` is the processor time of the writer's
-    and upkeep's threads.
+    the last fold found wrong with the chain, if one ever did. ``drift`` is how far folds here were
+    from what the trainer had, as the last captured base showed it (None: nothing was compared, as
+    in class ``exact``). ``busy_s`` says for how long each thread has been at what it is doing: at
+    a tier that hangs, for as long as it hangs. Bytes are totals since the writer started;
+    ``background_cpu_s`` is the processor time of the writer's and upkeep's threads.
     """
 
     run: str
@@ -39,6 +46,42 @@ class Status:
     far: str
     exactness: str = "exact"
     mismatch: str = ""
-    drift: float | None = None
-    drift_ulps: int | None = None
-    drift_steps: int | None = None
+    drift: Drift | None = None
+    busy_s: Mapping[str, float] = field(default_factory=dict)
+
+
+def status_of(
+    store: Store, writer: Writer, upkeep: Upkeep, *, run: str, term: str, step: int, mismatch: str
+) -> Status:
+    """Where a writer and its upkeep stand."""
+    progress = dataclasses.replace(upkeep.progress)
+    error = writer.error or upkeep.error
+    return Status(
+        run=run, term=term, step=step, stored=progress.stored,
+        drained=progress.drained, base=progress.base, in_flight=writer.in_flight,
+        exposed=writer.exposed or writer.gap is not None,
+        gap=str(writer.gap["reason"]) if writer.gap else "",
+        last_error=str(error) if error else "", bytes_stored=writer.bytes_put,
+        bytes_bases=progress.bytes_bases, bytes_drained=progress.bytes_drained,
+        compactions=progress.compactions, background_cpu_s=writer.cpu_s + progress.cpu_s,
+        near=store.near.traits.name, far=store.far.traits.name,
+        exactness=progress.exactness, mismatch=mismatch, drift=progress.drift,
+        busy_s=busy(writer, upkeep),
+    )  # fmt: skip
+
+
+def busy(writer: Writer, upkeep: Upkeep) -> dict[str, float]:
+    """For how many seconds each thread has been at what it is doing; those that rest are left."""
+    since = {"writer": writer.busy_since, **upkeep.busy_since}
+    now = time.monotonic()
+    return {name: now - start for name, start in since.items() if start is not None}
+
+
+def unsaved(store: Store, writer: Writer, upkeep: Upkeep, step: int) -> str:
+    """What is not stored or not drained, and who has been at it for how long."""
+    near, far = store.near.traits.name, store.far.traits.name
+    at = ", ".join(f"{name} busy for {s:.0f} s" for name, s in busy(writer, upkeep).items())
+    return (
+        f"of {step} steps, tier {near} has those up to {writer.linked}, "
+        f"tier {far} those up to {max(upkeep.progress.drained, 0)} ({at or 'no thread is busy'})"
+    )

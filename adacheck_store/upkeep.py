@@ -99,6 +99,13 @@ class Upkeep:
         return next((error for error in errors if error is not None), None)
 
     @property
+    def busy_since(self) -> dict[str, float | None]:
+        """When each duty has begun what it is doing; None for one that rests."""
+        return {
+            duty.thread.name.removeprefix("adacheck-"): duty.busy_since for duty in self._duties
+        }
+
+    @property
     def resting(self) -> bool:
         """True if all that is due has been done or has failed."""
         return all(duty.resting for duty in self._duties)
@@ -140,7 +147,7 @@ class Upkeep:
             return self.fenced is not None or self._idle()
 
     def _idle(self) -> bool:
-        return not self._undrained and not self._draining.busy and self.resting
+        return not self._undrained and self._draining.busy_since is None and self.resting
 
     def close(self, timeout_s: float) -> bool:
         """Stop the threads after what they are doing; False if the time ran out."""

@@ -39,6 +39,7 @@ class Writer:
     ``append`` is called by the training thread, everything else by any thread. ``on_stored`` is
     called on the writer's thread with the step and the references of what became durable.
     Errors never come out of ``append``; they are in ``error`` and in the gap asked to be closed.
+    ``linked`` is the last step stored, ``busy_since`` when the boundary at hand was begun.
     ``layout`` is that of the link; for a boundary of another one ``revise`` gives a link, and the
     layout and manifest revision to put with its base.
     """
@@ -52,7 +53,7 @@ class Writer:
         self._revise = revise
         self._near = near
         self._link = link
-        self._linked = step
+        self.linked = step
         self._window = window
         self._stall_timeout_s = stall_timeout_s
         self._on_stored = on_stored
@@ -70,6 +71,7 @@ class Writer:
         self.exposed = False
         self.cpu_s = 0.0
         self.bytes_put = 0
+        self.busy_since: float | None = None
         self._thread = threading.Thread(target=self._run, name="adacheck-writer", daemon=True)
         self._thread.start()
 
@@ -165,7 +167,7 @@ class Writer:
                         return
                     continue
                 boundary = self._queue.popleft()
-            before = time.thread_time()
+            before, self.busy_since = time.thread_time(), time.monotonic()
             try:
                 stored = self._store(boundary)
                 if stored:  # before it leaves the flight: a flush must find it in what follows
@@ -175,6 +177,7 @@ class Writer:
             finally:
                 boundary.release()
                 self.cpu_s += time.thread_time() - before
+                self.busy_since = None
                 with self._changed:
                     self._in_flight -= 1
                     if self._closer == boundary.step:
@@ -218,7 +221,7 @@ class Writer:
         with self._changed:
             self._link = link
             self._layout = layout or self._layout
-            self._linked = boundary.step
+            self.linked = boundary.step
             if gap is not None:
                 self._gap, self._next_gap = self._next_gap, None
                 if self._gap is not None and self._gap["from"] <= boundary.step:
@@ -237,10 +240,10 @@ class Writer:
         step = boundary.step
         with self._changed:
             if self._gap is None and moved:
-                self._open_gap("the layout changed", min(step, self._linked + 1))
+                self._open_gap("the layout changed", min(step, self.linked + 1))
                 self._closer = step
-            if self._gap is None and step != self._linked + 1:
-                self._open_gap(f"step {step} came after step {self._linked}", self._linked + 1)
+            if self._gap is None and step != self.linked + 1:
+                self._open_gap(f"step {step} came after step {self.linked}", self.linked + 1)
                 if getattr(boundary, "gap", None) is not None:
                     self._closer = step
             return self._gap if self._gap and step >= self._gap["from"] else None
@@ -256,7 +259,7 @@ class Writer:
             records.append((str(delta_key(*place, step)), delta))
         if base is not None:
             records.append((str(base_key(*place, step)), base))
-        if step > self._linked:  # else a base for a step that is stored, and has its extra
+        if step > self.linked:  # else a base for a step that is stored, and has its extra
             key = str(extra_key(link.run, link.term, link.rank, step))
             records.append((key, boundary.extra(link)))
         self._near.put([*documents, *(RecordSource(key, record) for key, record in records)])

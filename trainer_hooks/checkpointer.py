@@ -30,7 +30,8 @@ from .load import load, revive_grads
 from .loader import LoaderPosition
 from .names import Model
 from .rng import set_rng_state
-from .seam import RestoreReport, Session
+from .schedule import BaseSchedule
+from .seam import RestoreReport, Session, told
 from .tracked import Tracked
 from .unfolded import TREE, check_trees, described, load_trees, state_trees
 
@@ -75,12 +76,11 @@ class Checkpointer:
         self._assembly: Assembly | None = None
         self._step = settings.start_step
         self._updates = [0] * len(self._optimizers)
-        self._moved = ""
-        self._kept = self._begun = self._exact = settings.start_step
+        self._bases = BaseSchedule(settings)
         self._carried: Any = None
         self._failure: AdaCheckError | None = None
         self._restoring = self._loading = False
-        self._warned = self._edits_told = False
+        self._warned = self._edits_told = self._unbound = False
         self._open = True
         self._capture = Capture(self._optimizers, settings.policy, self)
 
@@ -130,7 +130,7 @@ class Checkpointer:
         self._carried = tree.get("carried")
         self._begin(restored.step)
         if restored.certificate.exactness == "exact":
-            self._exact = restored.certificate.base_step
+            self._bases.exact = restored.certificate.base_step
         rng = tree.get("rng")
         if rng is not None:
             set_rng_state(rng)
@@ -150,7 +150,8 @@ class Checkpointer:
             )  # fmt: skip
         finally:
             boundary.release()
-        self._step = self._kept = self._begun = self._exact = step
+        self._step = step
+        self._bases.begin(step)
         self._capture_by(assembly)
 
     def _capture_by(self, assembly: Assembly) -> None:
@@ -213,13 +214,24 @@ class Checkpointer:
         if not why:
             return
         old = self._assembly.binding
-        new = bind(self._model, self._optimizers, self._names)
+        try:
+            new = bind(self._model, self._optimizers, self._names)
+        except UsageError as error:
+            self._refuse(error)
+            self._unbound = True
+            return
         tensors = zip(new.slots, old.slots, strict=False)
         if new.alike(old) and all(n.item.tensor is o.item.tensor for n, o in tensors):
             self._capture.accept()
             return
         self._capture_by(Assembly(new, self._settings))
-        self._moved = why
+        self._bases.moved = why
+
+    def _refuse(self, error: Exception) -> None:
+        """What cannot be kept is refused at the first boundary; later, training goes on."""
+        if isinstance(error, UsageError) and self._bases.first:
+            raise error
+        self.capture_failed(error)
 
     def capture_failed(self, error: Exception) -> None:
         """Hook: an update could not be captured; the next boundary says so to the writer."""
@@ -229,7 +241,7 @@ class Checkpointer:
         self._failure = self._failure or error
         if not self._warned:
             self._warned = True
-            log.warning("step %d is not kept: %s", self._step + 1, error)
+            log.warning("not kept after step %d: %s", self._bases.kept, error)
 
     def end_step(self) -> int:
         """Close the boundary where that is this call's part; returns the step."""
@@ -245,11 +257,12 @@ class Checkpointer:
         self._session.check()
         self._step += 1
         self._updates = [0] * len(self._optimizers)
-        if self._step % self._settings.base_every == 0:
-            self._look_for_tensors()
         boundary = None
         try:
-            gap = self._gap()
+            if self._unbound or self._step % self._settings.base_every == 0:
+                self._look_for_tensors()
+            wanted = self._session.wants_base()
+            gap = self._bases.gap(self._step, wanted, self._assembly.binding)
             if gap is None and not self._assembly.binding.foldable:
                 return
             if self._failure is None or gap is not None:
@@ -257,54 +270,31 @@ class Checkpointer:
         except (OrderError, TermError):
             raise
         except Exception as error:
-            if isinstance(error, UsageError) and self._kept == self._begun:
-                raise  # a refusal comes at the first boundary; later, training goes on
-            self.capture_failed(error)
+            self._refuse(error)
         if boundary is None:
             boundary = self._assembly.failed(self._step, self._failure)
         self._failure = None
-        self._moved = ""
-        self._kept = self._step
+        self._bases.handed_over(self._step)
         self._session.append(boundary)
 
     def _look_for_tensors(self) -> None:
         """Parameters and buffers that no optimizer has may have come or gone."""
         assert self._assembly is not None
+        self._unbound = True  # with what cannot be bound no base would be whole
         binding = bind(self._model, self._optimizers, self._names)
+        self._unbound = False
         if not binding.alike(self._assembly.binding):
             self._capture_by(Assembly(binding, self._settings))
-            self._moved = self._moved or "the model's tensors have changed"
-
-    def _gap(self) -> Mapping[str, Any] | None:
-        """What the captured base that comes with this boundary closes; None if none comes."""
-        gap = self._session.wants_base() or self._due()
-        if not self._moved:
-            return gap
-        if gap is None:
-            return {"reason": self._moved, "from": self._kept + 1}
-        return {"reason": f"{gap['reason']}; {self._moved}", "from": gap["from"]}
-
-    def _due(self, *, now: bool = False) -> Mapping[str, Any] | None:
-        """Where updates cannot be folded: the gap of the base of which it is time.
-
-        One comes with the first step: whether the state can be kept shows only then.
-        """
-        assert self._assembly is not None
-        due = now or self._kept == self._begun or self._step % self._settings.full_every == 0
-        if self._assembly.binding.foldable or self._step == self._kept or not due:
-            return None
-        why = described(self._assembly.binding)
-        return {"reason": f"cannot be folded: {why}", "from": self._kept + 1}
+            self._bases.moved = self._bases.moved or "the model's tensors have changed"
 
     def _boundary(self, gap: Mapping[str, Any] | None) -> ClosedBoundary:
         assert self._assembly is not None
         extras = self._extras(self._assembly)
         buffer, updates = self._capture.take()
-        late = self._step - self._exact >= self._settings.bounded_every
-        based = gap is None and late and self._assembly.encoder.bounded
+        based = gap is None and self._bases.besides(self._step, self._assembly.encoder.bounded)
         closed = self._assembly.boundary(self._step, buffer, updates, extras, gap, based=based)
         if based or gap is not None:
-            self._exact = self._step
+            self._bases.exact = self._step
         return closed
 
     def _extras(self, assembly: Assembly) -> dict[str, Any]:
@@ -348,19 +338,22 @@ class Checkpointer:
         return norm
 
     def flush(self, timeout_s: float | None = EXIT_FLUSH_S, *, far: bool = True) -> None:
-        """Wait until every boundary is synced in the near tier and, if ``far``, drained."""
-        if self._assembly is None:
-            return
-        self._session.settle(timeout_s)
-        if not any(self._updates):
-            self._close_gap()
-        self._session.flush(timeout_s, far=far)
+        """Wait until every boundary is synced in the near tier and, if ``far``, drained.
+
+        Raises what keeps it from happening; when the time runs out, what is not saved.
+        """
+        if self._assembly is not None:
+            self._session.flush(timeout_s, far=far, settled=self._close_gap)
 
     def _close_gap(self) -> None:
         """Keep the last boundary by a captured base, if it is not kept otherwise."""
-        gap = self._session.wants_base(now=True) or self._due(now=True)
-        if gap is not None and self._assembly is not None:
-            self._kept = self._step
+        assert self._assembly is not None
+        if any(self._updates) or self._unbound:
+            return
+        unfolded = self._bases.unfolded(self._step, self._assembly.binding, now=True)
+        gap = self._session.wants_base(now=True) or unfolded
+        if gap is not None:
+            self._bases.kept = self._step
             self._session.append(self._boundary(gap))
 
     def status(self) -> Any:
@@ -389,11 +382,10 @@ class Checkpointer:
         trace: TracebackType | None,
     ) -> None:  # fmt: skip
         """Flush, on an exception without waiting for the far tier, and close."""
+        leaving = told if kind is not None else contextlib.nullcontext
         try:
-            if kind is None:
-                self.flush()
-            else:
-                with contextlib.suppress(Exception):  # the error that is leaving matters more
-                    self.flush(FAILED_FLUSH_S, far=False)
+            with leaving():  # an error that is leaving already matters more than ours
+                self.flush(EXIT_FLUSH_S if kind is None else FAILED_FLUSH_S, far=kind is None)
         finally:
-            self.close()
+            with leaving():
+                self.close()

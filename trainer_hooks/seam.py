@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from adacheck_store.boundary import Boundary, Link
 from adacheck_store.format.layout import Layout
 from adacheck_store.format.record import Record
+
+log = logging.getLogger(__name__)
 
 
 class Session(Protocol):
@@ -37,12 +41,14 @@ class Session(Protocol):
         """Raise what must stop this writer."""
         ...
 
-    def settle(self, timeout_s: float | None = None) -> None:
-        """Wait until what was handed over is stored or given up."""
-        ...
+    def flush(
+        self, timeout_s: float | None = None, *, far: bool = True,
+        settled: Callable[[], None] = ...,
+    ) -> None:  # fmt: skip
+        """Wait until everything is synced and, if ``far``, drained.
 
-    def flush(self, timeout_s: float | None = None, *, far: bool = True) -> None:
-        """Wait until everything is synced and, if ``far``, drained."""
+        ``settled`` is called once all handed over is stored or given up.
+        """
         ...
 
     def status(self) -> Any:
@@ -52,6 +58,15 @@ class Session(Protocol):
     def close(self) -> None:
         """Stop."""
         ...
+
+
+@contextlib.contextmanager
+def told() -> Iterator[None]:
+    """Log what would be raised."""
+    try:
+        yield
+    except Exception as error:
+        log.warning("while an exception leaves: %s", error)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,13 +1,18 @@
-"""Two thousand steps of a small model: files, bytes and memory stay bounded for ever."""
+"""Thousands of steps of a small model: files, bytes, memory and handles stay bounded for ever."""
 
 import os
 import shutil
 import statistics
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+import torch
 
+import adacheck_store as ada
 from adacheck_store.config import Settings
 from adacheck_store.restore import restore_state
 from adacheck_store.session import RunSession
@@ -81,6 +86,73 @@ def check_each_tier(url: str, folder: Path, journal: Journal) -> None:
     shutil.rmtree(folder / "store" / "lmdb")
     with open_store(url) as store:
         journal.assert_same(restore_state(store.tiers, "run"))
+
+
+LAST = 10_000
+MARKS = (2_500, 3_716, 4_996, 6_212, 7_492, 9_988)
+"""Steps to look at, all of them as far after a base: 4 + a multiple of 64."""
+ROOM = {
+    "objects": 16, "bytes of objects": 1 << 20, "records": 128, "log entries": 0, "lmdb used": 8192,
+    "lmdb pages": 200, "rss": 24 << 20, "fds": 0, "threads": 0,
+}  # fmt: skip
+"""How far each may rise above what it was at the first. A pack of up to 64 steps may straddle the
+floor, and then stays whole; where packs begin is a matter of time.
+"""
+
+
+def measured(folder: Path, session: Any) -> dict[str, int]:
+    """What a run takes up, when all that is due has been done and grace is over."""
+    session.flush(300)
+    upkeep, store = session._upkeep, session.store
+    deadline = time.monotonic() + 300
+    while upkeep._graves or not upkeep.resting:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    process = psutil.Process()
+    found = {
+        "rss": process.memory_info().rss, "fds": process.num_fds(),
+        "threads": process.num_threads(),
+        "log entries": len(list(store.far.list("run/log/"))),
+        "records": sum(len(list(tier.list("run/"))) for tier in store.tiers),
+    }  # fmt: skip
+    if folder.is_dir():
+        found["objects"], found["bytes of objects"], _ = usage(folder / "objects")
+        found["lmdb used"] = store.near.used_bytes()
+        found["lmdb pages"] = store.near._env()._env.info()["last_pgno"] + 1
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("kind", ["memory", "file"])
+def test_ten_thousand_steps_at_the_defaults_show_no_growth(
+    tmp_path: Path, kind: str, record_property: Callable[[str, object], None]
+) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(40, 70), torch.nn.Tanh(), torch.nn.Linear(70, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    folder = tmp_path / "store"
+    url = folder.as_uri() if kind == "file" else f"memory://{tmp_path}"
+    samples: dict[int, dict[str, int]] = {}
+    with ada.attach(model, optimizer, run="run", store=url) as ckpt:
+        ckpt.restore()
+        for step in range(1, LAST + 1):
+            optimizer.zero_grad()
+            model(torch.randn(4, 40)).square().mean().backward()
+            optimizer.step()
+            if step in MARKS:
+                samples[step] = measured(folder, ckpt._session)
+                record_property(f"step {step}", samples[step])
+                print(kind, step, samples[step], flush=True)
+        ckpt.flush(300)
+        status = ckpt.status()
+    assert (status.gap, status.last_error, status.mismatch) == ("", "", "")
+    assert status.stored == status.drained == LAST
+    first, *later = samples.values()
+    for name, room in ROOM.items():
+        if name in first:
+            grown = [sample[name] - first[name] for sample in later]
+            assert max(grown) <= room, f"{name} grow: {[s[name] for s in samples.values()]}"
 
 
 @pytest.mark.slow

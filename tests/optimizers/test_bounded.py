@@ -95,10 +95,9 @@ def test_captured_bases_come_in_time_and_their_drift_is_told(
     assert all(ref.since == ref.step // 16 * 16 for ref in replayed.values())
     assert status.mismatch == ""
     assert status.last_error == ""
-    assert status.drift_steps == 16
-    assert status.drift is not None
-    assert 0 < status.drift < 1e-5
-    assert status.drift_ulps
+    assert status.drift.steps == 16
+    assert 0 < status.drift.absolute < 1e-5
+    assert status.drift.ulps
     told = [text for text in caplog.messages if text.startswith("drift of")]
     assert [text.rpartition(" ")[2] for text in told] == ["16", "32"]
     with open_store(url) as store:
@@ -112,8 +111,7 @@ def test_too_much_drift_quarantines_the_stretch_and_re_bases(url: str) -> None:
     _, status = trained(url, 20, max_drift=1e-12, keep=100, strict=False)
     assert "more than max_drift 1e-12" in status.mismatch
     assert not status.exposed, "the base has come"
-    assert status.drift is not None
-    assert status.drift > 1e-12
+    assert status.drift.absolute > 1e-12
     closing = [ref for ref in bases(url) if ref.gap is not None]
     assert len(closing) == 1
     assert closing[0].gap is not None
@@ -142,7 +140,7 @@ def test_what_is_to_be_compared_is_not_pruned_before(
 
     monkeypatch.setattr(CapturedBases, "compare", slowly)
     _, status = trained(url, 20, keep=1)
-    assert status.drift_steps == 16
+    assert status.drift.steps == 16
     with open_store(url) as store:
         held = read_catalog([store.near], "r")
     assert min(ref.step for refs in held.bases.values() for ref in refs) >= 16, "pruned after it"
@@ -161,7 +159,7 @@ def test_a_restored_run_counts_from_what_it_began_with(url: str) -> None:
         ckpt.flush(30)
         there = ckpt.status()
     assert [ref.step for ref in bases(url) if ref.origin == "captured"][-1] == 26
-    assert there.drift_steps == 16
+    assert there.drift.steps == 16
     with open_store(url) as store:
         assert restore_state(store.tiers, "r").step == 27
 
