@@ -28,8 +28,8 @@ ALONE = 8
 
 OURS: dict[str, tuple[dict[str, Any], int, int]] = {
     "defaults": ({}, 32, 64),
-    "base_every=16": ({"base_every": 16, "object_lag": 16}, 8, 32),
-    "no bases, nothing drained": ({"base_every": 1 << 20, "object_lag": 1 << 20}, 4, 24),
+    "base_every=16": ({"base_every": 16, "object_lag": 16}, 8, 16),
+    "no bases, nothing drained": ({"base_every": 1 << 20, "object_lag": 1 << 20}, 4, 16),
 }
 """Settings; steps before the clock runs; steps measured, a multiple of ``base_every``.
 
