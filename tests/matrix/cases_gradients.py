@@ -169,7 +169,9 @@ class ClosuresNesterov(Closures):
 
     def make(self, params) -> None:
         """SGD."""
-        self.optimizers = [torch.optim.SGD(params, lr=1e-2, momentum=0.9, nesterov=True)]
+        self.optimizers = [
+            torch.optim.SGD(params, lr=1e-2, momentum=0.9, nesterov=True, foreach=True)
+        ]
 
 
 class ClosuresRounded(Closures):

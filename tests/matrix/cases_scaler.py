@@ -73,7 +73,9 @@ class ScaledNesterov(Scaled):
         """SGD in place of AdamW."""
         super().build()
         self.optimizers = [
-            torch.optim.SGD(self.model.parameters(), lr=1e-2, momentum=0.9, nesterov=True)
+            torch.optim.SGD(
+                self.model.parameters(), lr=1e-2, momentum=0.9, nesterov=True, foreach=True
+            )
         ]
 
 
