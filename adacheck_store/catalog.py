@@ -100,9 +100,16 @@ class Catalog:
     troubles: tuple[Trouble, ...] = ()
     gap_spans: Mapping[tuple[str, str], tuple[tuple[int, int], ...]] = field(default_factory=dict)
 
-    def gaps(self, place: tuple[str, str]) -> Gaps:
-        """Steps that the bases of a (term, part) declare unprovable."""
-        return Gaps([*self.gap_spans.get(place, ()), *_spans(self.bases.get(place, ()))])
+    def gaps(self, place: tuple[str, str], last: int | None = None) -> Gaps:
+        """Steps that the bases of a (term, part) declare unprovable, those up to step ``last``.
+
+        What a writer declares after the step at which a newer term left it is off the line.
+        """
+        return Gaps(span for span in self._told(place) if last is None or span[1] <= last)
+
+    def _told(self, place: tuple[str, str]) -> tuple[tuple[int, int], ...]:
+        told = {*self.gap_spans.get(place, ()), *_spans(self.bases.get(place, ()))}
+        return tuple(sorted(told))
 
     @property
     def empty(self) -> bool:
@@ -126,7 +133,7 @@ class Catalog:
 
         return dataclasses.replace(
             self, bases=keep(self.bases), deltas=keep(self.deltas), extras=keep(self.extras),
-            gap_spans={place: self.gaps(place).spans for place in {*self.bases, *self.gap_spans}},
+            gap_spans={place: self._told(place) for place in {*self.bases, *self.gap_spans}},
         )  # fmt: skip
 
 

@@ -99,7 +99,7 @@ def _prove_segment(catalog: Catalog, segment: Segment, part: str, parent: Proofs
     return prove_steps(
         opening(segment, parent, part), segment,
         by_step(catalog.bases.get(place, ())), by_step(catalog.deltas.get(place, ())),
-        catalog.gaps(place), catalog.manifests,
+        catalog.gaps(place, segment.last), catalog.manifests,
     )  # fmt: skip
 
 

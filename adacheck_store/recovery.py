@@ -228,7 +228,7 @@ class Prover:
         if place not in self._held:
             bases = self.catalog.bases.get(place, ())
             held = {ref.step for ref in (*bases, *self.catalog.deltas.get(place, ()))}
-            self._held[place] = held, self.catalog.gaps(place)
+            self._held[place] = held, self.catalog.gaps(place, segment.last)
         held, blocked = self._held[place]
         if step in blocked:
             return "is unprovable here (a gap, re-based later)"

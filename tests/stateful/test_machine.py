@@ -290,3 +290,19 @@ def test_a_run_goes_on_though_an_ancestors_manifest_is_gone(tmp_path: Path) -> N
     world.append("b", 5)
     world.close("b")
     world.check()
+
+
+def test_what_an_outlived_writer_disowns_is_not_the_new_lines(tmp_path: Path) -> None:
+    """It wakes after the fork, finds its last steps wrong, and says so in its own near tier."""
+    world = World(tmp_path / "store")
+    world.begin("a")
+    world.append("a", 2)
+    world.begin("b")
+    world.append("b", 1)
+    before = world.promised_on_line()
+    world.declare_gap("a", 2)
+    assert world.parents[world.writers["b"].term][1] == 2
+    world.promised |= before
+    world.check()
+    world.close_all()
+    world.check()
