@@ -60,19 +60,25 @@ def parse_labels(text: str) -> dict[str, str]:
 def domains(nodes: Iterable[Node]) -> dict[str, str]:
     """The failure domain of every node: its label, else its host.
 
-    A node without label belongs where the (first) labelled node of its host does.
+    A node without label belongs where the labelled nodes of its host do. Raises `UsageError` if
+    they are said to be apart: where it belongs nobody can tell.
     """
-    known: dict[str, str] = {}
     ordered = sorted(nodes, key=lambda node: node.name)
+    known: dict[str, set[str]] = defaultdict(set)
     for node in ordered:
         if node.label and node.boot_id:
-            known.setdefault(node.boot_id, f"label {node.label}")
-    return {
-        node.name: f"label {node.label}" if node.label
-        else known.get(node.boot_id, f"host {node.boot_id}") if node.boot_id
-        else f"node {node.name}"
-        for node in ordered
-    }  # fmt: skip
+            known[node.boot_id].add(node.label)
+    found: dict[str, str] = {}
+    for node in ordered:
+        labels = {node.label} if node.label else set(known.get(node.boot_id, ()))
+        if len(labels) > 1:
+            raise UsageError(
+                f"{node.name} has no label, and other nodes of its host have several: "
+                f"{', '.join(sorted(labels))}", hint="label it too, or none of them",
+            )  # fmt: skip
+        host = f"host {node.boot_id}" if node.boot_id else f"node {node.name}"
+        found[node.name] = f"label {labels.pop()}" if labels else host
+    return found
 
 
 def place(

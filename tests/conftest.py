@@ -15,7 +15,10 @@ DESELECTED = pytest.StashKey[Counter[str]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add --fail-on-skip."""
+    """Add --fail-on-skip and --seeds."""
+    parser.addoption(
+        "--seeds", type=int, default=10**6, help="histories of the slow simulation (tests/sim)"
+    )
     parser.addoption(
         "--fail-on-skip",
         action="store_true",

@@ -1,0 +1,87 @@
+"""Drains: which records of this node's own chains go to its LMDB and to the far tier, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from adacheck_store.catalog import RecordRef
+
+from .events import Drain
+from .replica import FAR, LMDB
+
+BATCH = 64
+"""Records in a drain."""
+
+
+@dataclass(slots=True)
+class _Queue:
+    """What waits for a place: keys with their steps; since when; whether a drain is under way."""
+
+    place: int
+    waiting: dict[str, int] = field(default_factory=dict)
+    since: float = 0.0
+    busy: tuple[str, ...] = ()
+    retry_at: float = 0.0
+
+
+class Drains:
+    """The queues of the places below memory that this agent has.
+
+    Deltas and extras all go. Of bases those that are captured, one in ``base_every`` steps, and
+    the first after a record of the chain was dropped undrained.
+    """
+
+    def __init__(self, places: int, base_every: int, lag: int, lag_s: float) -> None:
+        self._queues = [_Queue(place) for place in (LMDB, FAR) if places & place]
+        self._base_every = base_every
+        self._lag = lag
+        self._lag_s = lag_s
+        self._bases: dict[str, int] = {}
+        self.idle = True
+
+    def note(self, ref: RecordRef, places: int, now: float) -> None:
+        """A record of an own chain is here, in those places."""
+        if ref.kind == "base":
+            due = ref.step - self._bases.get(ref.part, -self._base_every) >= self._base_every
+            if not due and ref.origin != "captured":
+                return
+            self._bases[ref.part] = ref.step
+        for queue in self._queues:
+            if not places & queue.place:
+                queue.since = queue.since if queue.waiting else now
+                queue.waiting[ref.key] = ref.step
+                self.idle = False
+
+    def skipped(self, ref: RecordRef) -> None:
+        """A record was dropped before it was drained: the next base must be."""
+        for queue in self._queues:
+            if queue.waiting.pop(ref.key, None) is not None:
+                self._bases.pop(ref.part, None)
+
+    def done(self, place: int, keys: Iterable[str], now: float) -> None:
+        """A drain has ended; what it did not bring waits a while."""
+        for queue in self._queues:
+            if queue.place == place:
+                for key in keys:
+                    queue.waiting.pop(key, None)
+                queue.retry_at = now + 1.0 if set(queue.busy) & queue.waiting.keys() else now
+                queue.busy, queue.since = (), now
+
+    def due(self, now: float) -> Iterable[Drain]:
+        """Drains to begin: to the LMDB at once, to the far tier at half its lag."""
+        self.idle = not self.behind
+        for queue in self._queues:
+            if queue.busy or not queue.waiting or now < queue.retry_at:
+                continue
+            steps = set(queue.waiting.values()) if queue.place == FAR else ()
+            late = now - queue.since > self._lag_s
+            if queue.place == LMDB or late or 2 * len(steps) >= self._lag:
+                first = sorted(queue.waiting, key=lambda key: (queue.waiting[key], key))
+                queue.busy = tuple(first[:BATCH])
+                yield Drain(queue.place, queue.busy)
+
+    @property
+    def behind(self) -> int:
+        """Records that wait for some place."""
+        return sum(len(queue.waiting) for queue in self._queues)

@@ -1,0 +1,181 @@
+"""The view: what an agent knows of a run. Its own replicas, what peers last said, the watermark."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from adacheck_store.catalog import Catalog, RecordRef
+from adacheck_store.proof import Segment
+from adacheck_store.recovery import tolerant_line
+
+from .events import Opened
+from .marks import NOTHING, Mark, Report, Seat, newest_common
+from .replica import PartReplica, Replica, make_replica
+
+DEAD_S = 3.0
+"""Silence after which a peer is not waited for: what it holds is exposed."""
+
+
+@dataclass(slots=True)
+class Peer:
+    """Another agent: what it last said and when; the call to it that is under way.
+
+    ``sent``: that call carries records. ``given`` are keys it has or was sent; ``tried`` is the
+    view's version that was looked through for more.
+    """
+
+    name: str
+    heard_at: float
+    called_at: float = -1e9
+    busy: bool = False
+    sent: bool = False
+    report: Report | None = None
+    given: set[str] = field(default_factory=set)
+    tried: int = -1
+
+
+class View:
+    """One run as an agent knows it: ``term`` is the newest it was told of, empty if none.
+
+    ``version`` grows with every change of what is held here.
+    """
+
+    def __init__(self, node: str, boot: str) -> None:
+        self.node = node
+        self.boot = boot
+        self.opened: Opened | None = None
+        self.term = ""
+        self.line: tuple[Segment, ...] = ()
+        self.seats: dict[str, Seat] = {}
+        self.replicas: dict[str, Replica] = {}
+        self.peers: dict[str, Peer] = {}
+        self.watermark = -1
+        self.version = 0
+        self.refused: frozenset[str] = frozenset()
+        self._heard = 0
+        self._advanced = (-1, -1)
+
+    def open(self, opened: Opened, now: float) -> None:
+        """A term begins, or one known has another revision. Its watermark is not known yet."""
+        if opened.term != self.term:
+            self.seats, self.watermark = dict(opened.seats), -1
+        self.opened, self.term = opened, opened.term
+        self.line = tolerant_line(Catalog(run="", manifests=opened.manifests), opened.term)
+        for replica in self.replicas.values():
+            replica.follow(self.line, opened.manifests)
+        for name in opened.domains:
+            if name != self.node and name not in self.peers:
+                self.peers[name] = Peer(name, heard_at=now)
+        for name in [name for name in self.peers if name not in opened.domains]:
+            del self.peers[name]
+        self.version += 1
+
+    def replica(self, chain: str) -> Replica:
+        """The replica of a chain, made if there is none."""
+        found = self.replicas.get(chain)
+        if found is None:
+            found = self.replicas[chain] = make_replica(chain)
+            if self.opened is not None:
+                found.follow(self.line, self.opened.manifests)
+        return found
+
+    def parts(self) -> list[PartReplica]:
+        """Replicas of parts that this node has a seat for."""
+        return [
+            replica for chain, replica in self.replicas.items()
+            if isinstance(replica, PartReplica) and self.holds(chain)
+        ]  # fmt: skip
+
+    def holds(self, chain: str) -> bool:
+        """True if this node has a seat for the chain."""
+        seat = self.seats.get(chain)
+        return seat is not None and self.node in seat.holders
+
+    def owns(self, chain: str) -> bool:
+        """True if the chain's trainer is on this node."""
+        seat = self.seats.get(chain)
+        return seat is not None and bool(seat.holders) and seat.holders[0] == self.node
+
+    def hear(self, report: Report, now: float) -> None:
+        """A peer has answered. Its seats count where they are newer, and so does its watermark.
+
+        That is a fact about all holders, whoever has seen it first.
+        """
+        peer = self.peers.get(report.node)
+        if peer is None:
+            return
+        before = peer.report
+        if before is None or before.marks != report.marks or before.term != report.term:
+            self._heard += 1
+            peer.tried = -1
+        if not peer.sent and peer.given:  # what it still lacks it has not kept
+            peer.given.clear()
+            peer.tried = -1
+        peer.report, peer.heard_at, peer.busy = report, now, False
+        if report.term == self.term:
+            self.watermark = max(self.watermark, report.watermark)
+            for chain, seat in report.seats.items():
+                known = self.seats.get(chain)
+                if known is None or seat.version > known.version:
+                    self.seats[chain] = seat
+
+    def has(self, name: str, refs: Iterable[RecordRef]) -> None:
+        """A peer has these records: it has sent them."""
+        if name in self.peers:
+            self.peers[name].given.update(ref.key for ref in refs)
+
+    def live(self, name: str, now: float) -> bool:
+        """True unless a peer has been silent for too long."""
+        if name == self.node:
+            return True
+        peer = self.peers.get(name)
+        return peer is not None and now - peer.heard_at < DEAD_S
+
+    def knows(self, name: str) -> bool:
+        """True if a peer has told of the term that this view is of."""
+        report = self.peers[name].report
+        return report is not None and report.term == self.term
+
+    def mark(self, name: str, chain: str) -> Mark:
+        """What a node has last said of a chain, in this term."""
+        if name == self.node:
+            replica = self.replicas.get(chain)
+            return replica.mark() if replica else NOTHING
+        peer = self.peers.get(name)
+        if peer is None or peer.report is None or peer.report.term != self.term:
+            return NOTHING
+        return peer.report.marks.get(chain, NOTHING)
+
+    def boot_of(self, name: str) -> str:
+        """The start of a node's agent that its mark is of."""
+        report = self.peers[name].report if name != self.node else None
+        return report.boot if report else self.boot
+
+    def report(self) -> Report:
+        """What this agent says of itself."""
+        return Report(
+            node=self.node, boot=self.boot, term=self.term, seats=dict(self.seats),
+            marks={chain: replica.mark() for chain, replica in self.replicas.items()},
+            watermark=self.watermark, refused=self.refused,
+        )  # fmt: skip
+
+    def advance(self) -> None:
+        """Move the watermark to what all holders have said; it never goes back within a term.
+
+        Every holder counts, the dead with what they said last: what nobody else needs, a holder
+        that comes back may.
+        """
+        state = (self.version, self._heard)
+        if state == self._advanced:
+            return
+        self._advanced = state
+        known = self.watermark
+        chains: list[list[Mark]] = []
+        for chain, seat in self.seats.items():
+            marks = [self.mark(name, chain) for name in seat.holders]
+            for mark in marks:
+                if mark.settled <= known:
+                    return
+            chains.append(marks)
+        self.watermark = max(known, newest_common(chains))

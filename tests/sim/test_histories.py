@@ -1,0 +1,66 @@
+"""Random histories of agents, trainers, network and disks against the invariants."""
+
+import pytest
+
+from adacheck_store.agent import budget
+from tests.sim import histories
+from tests.sim.histories import Plan, make_plan, run
+from tests.sim.truth import Violation
+
+BLOCK = 1000
+BLOCKS = 10
+
+
+def check(seed: int) -> None:
+    """One history; a failure says how to see it again."""
+    try:
+        run(make_plan(seed))
+    except Exception as error:
+        pytest.fail(f"seed {seed}: {error}\nsee it again: python -m tests.sim {seed}")
+
+
+@pytest.mark.parametrize("block", range(BLOCKS))
+def test_histories(block: int) -> None:
+    """Nothing acknowledged is lost, invented, mixed or deleted, and nothing is stuck."""
+    for seed in range(block * BLOCK, (block + 1) * BLOCK):
+        check(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+def test_many_histories(request: pytest.FixtureRequest) -> None:
+    """As many as asked for with --seeds, others than the default run's."""
+    for seed in range(BLOCK * BLOCKS, BLOCK * BLOCKS + request.config.getoption("--seeds")):
+        check(seed)
+
+
+def test_a_seed_is_a_history() -> None:
+    """The same seed gives the same history, line by line."""
+    for seed in range(20):
+        told: list[list[str]] = [[], []]
+        for trace in told:
+            run(make_plan(seed), trace)
+        assert told[0] == told[1]
+
+
+def memory_only(seed: int) -> Plan:
+    """A sound cluster that has just the memory it reserves, and no disk."""
+    homes = [(0, 1), (0, 1, 2), (1, 2)][seed % 3]
+    return Plan(
+        seed=seed, nodes=3, homes=homes, k=1, window=1 + seed % 2, fold_every=1, places=0,
+        slack=0.0, steps=10, step_s=(0.1, 0.7)[seed // 3 % 2],
+    )  # fmt: skip
+
+
+def test_the_reserve_is_enough() -> None:
+    """Base, W+3 deltas and one incoming base: a sound run is not stuck for want of memory."""
+    for seed in range(60):
+        run(memory_only(seed))
+
+
+def test_less_than_the_reserve_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With two deltas less the watermark waits for records that there is no room for."""
+    for module in (budget, histories):
+        monkeypatch.setattr(module, "BEYOND_WINDOW", 1)
+    with pytest.raises(Violation, match="deadlock"):
+        all(run(memory_only(seed)) for seed in range(60))

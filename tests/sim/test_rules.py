@@ -1,0 +1,226 @@
+"""Every rule of the agents, by the history that breaks without it.
+
+A rule is switched off, and histories of the kind that it is for are run until one breaks an
+invariant; with the rule that history is sound.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+
+import pytest
+
+from adacheck_store.agent import acks, core, replica, view
+from adacheck_store.agent import events as ev
+from adacheck_store.agent.leases import Lease
+from adacheck_store.agent.marks import NOTHING, Mark
+from adacheck_store.agent.replica import ExtraReplica, PartReplica
+from adacheck_store.agent.view import View
+from adacheck_store.proof import Proof, Segment
+from tests.sim.histories import Fault, Plan, make_plan, run
+from tests.sim.truth import Violation
+
+Off = Callable[[pytest.MonkeyPatch], None]
+TRIES = 400
+
+
+def breaks(plans: Iterable[Plan], off: Off, monkeypatch: pytest.MonkeyPatch, said: str) -> Plan:
+    """The first history that breaks an invariant without the rule, and does not with it."""
+    for plan in plans:
+        with monkeypatch.context() as patch:
+            off(patch)
+            try:
+                run(plan)
+                continue
+            except Violation as error:
+                if said not in str(error):
+                    continue
+        run(plan)
+        return plan
+    pytest.fail("no history needs the rule")
+
+
+def anything() -> Iterable[Plan]:
+    """Random histories."""
+    return map(make_plan, range(TRIES))
+
+
+def of_kind(*kinds: str, **settings: object) -> Iterable[Plan]:
+    """Random histories whose faults are of some kinds."""
+    for plan in anything():
+        faults = tuple(
+            dataclasses.replace(fault, kind=kinds[i % len(kinds)])
+            for i, fault in enumerate(plan.faults)
+        )
+        yield dataclasses.replace(plan, faults=faults, **settings)  # type: ignore[arg-type]
+
+
+def directed(homes: tuple[int, ...], faults: tuple[Fault, ...], **settings: object) -> list[Plan]:
+    """Histories of three nodes with these faults, and probes all along."""
+    plain: dict[str, object] = {
+        "nodes": 3, "k": 1, "window": 2, "fold_every": 1, "places": 0, "slack": 3.0,
+        "steps": 12, "step_s": 0.1, "probes": tuple(0.3 + 0.15 * i for i in range(50)),
+    }  # fmt: skip
+    return [
+        Plan(seed=seed, homes=homes, faults=faults, **{**plain, **settings})  # type: ignore[arg-type]
+        for seed in range(60)
+    ]
+
+
+# Acknowledgement -------------------------------------------------------------------------------
+
+
+def _stored_is_enough(patch: pytest.MonkeyPatch) -> None:
+    """A holder acknowledges what it has stored."""
+
+    def make_mark(self: PartReplica) -> Mark:
+        steps = sorted({ref.step for ref in self.refs.values() if self.on_line(ref)})
+        if not steps:
+            return Mark(self._line[-1].term, (), "", -1)
+        return Mark(self._line[-1].term, ((steps[0], steps[-1]),), "", steps[-1] - 1)
+
+    patch.setattr(PartReplica, "_make_mark", make_mark)
+
+
+def test_agent_restarted_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A holder that has lost everything stores the next delta: that proves nothing."""
+    plans = of_kind("lose node", "kill agent", places=0, slack=3.0)
+    breaks(plans, _stored_is_enough, monkeypatch, "was acknowledged by")
+
+
+def test_fork_state_on_one_holder_that_then_dies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new term's first delta follows the fork state; without that it proves nothing."""
+    real = replica.opening
+
+    def blind(segment: Segment, parent: replica.Proofs, part: str) -> replica.Proofs:
+        found = real(segment, parent, part)
+        if found or not segment.manifest.parent_term:
+            return found
+        starts = {name: Proof(name, "layout") for name, _ in segment.revisions}
+        return {segment.first: starts}
+
+    def off(patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(replica, "opening", blind)
+        patch.setattr(PartReplica, "doomed", lambda self, watermark: [])
+        patch.setattr(PartReplica, "fold_plan", lambda self, step: None)
+
+    breaks(of_kind("lose node", "kill trainers"), off, monkeypatch, "was acknowledged by")
+
+
+def test_all_holders_acknowledge(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer is not told of k+1 holders before each of them has it."""
+
+    def producers(view: View, chain: str, step: int, now: float) -> set[str] | None:
+        own = view.mark(view.node, chain).covers(step)
+        return set(view.seats[chain].holders) if own else None
+
+    off = lambda patch: patch.setattr(acks, "_producers", producers)  # noqa: E731
+    breaks(anything(), off, monkeypatch, "was acknowledged by")
+
+
+def test_a_mark_is_of_its_term(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a peer that has not heard of the term says is about another line."""
+    real = View.mark
+
+    def mark(self: View, name: str, chain: str) -> Mark:
+        peer = self.peers.get(name)
+        if peer is None or peer.report is None:
+            return real(self, name, chain)
+        return peer.report.marks.get(chain, NOTHING)
+
+    off = lambda patch: patch.setattr(View, "mark", mark)  # noqa: E731
+    breaks(of_kind("zombie", "cut", "kill trainers"), off, monkeypatch, "was acknowledged by")
+
+
+# Watermark -------------------------------------------------------------------------------------
+
+
+def test_a_part_exposed_while_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A holder that is silent still counts for the watermark: it may be all that is left."""
+
+    def advance(self: View) -> None:
+        chains = [
+            [self.mark(name, chain) for name in seat.holders if self.live(name, self._now)]
+            for chain, seat in self.seats.items()
+        ]
+        self.watermark = max(self.watermark, view.newest_common(filter(None, chains)))
+
+    real = core.AgentCore.handle
+
+    def handle(self: core.AgentCore, event: ev.Event, now: float) -> list[ev.Command]:
+        self.view._now = now
+        return real(self, event, now)
+
+    def off(patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(View, "advance", advance)
+        patch.setattr(core.AgentCore, "handle", handle)
+
+    away = Fault(1.5, "pause", 1, 12.0)  # a spare node: its trainers would stop with it
+    plans = directed((0, 2), (away,), step_s=0.4, steps=12, probes=(6.0, 7.0, 8.0, 9.0))
+    breaks(plans, off, monkeypatch, "was acknowledged by")
+
+
+def test_steps_in_a_gap_are_no_watermark(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watermark is a step that all can produce, not the least of the newest."""
+
+    def newest(chains: Iterable[Iterable[Mark]]) -> int:
+        return min((mark.settled for marks in chains for mark in marks), default=-1)
+
+    off = lambda patch: patch.setattr(view, "newest_common", newest)  # noqa: E731
+    plans = directed((0, 1), (Fault(0.8, "late answer", 0, 0), Fault(1.0, "cut holders", 1, 1.0)))
+    breaks(plans, off, monkeypatch, "was acknowledged by")
+
+
+def test_one_holder_times_out_on_one_rank_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step is settled once the trainer builds on it: until then a failed save disowns it."""
+    real = PartReplica._make_mark
+
+    def make_mark(self: PartReplica) -> Mark:
+        return dataclasses.replace(real(self), settled=real(self).newest)
+
+    off = lambda patch: patch.setattr(PartReplica, "_make_mark", make_mark)  # noqa: E731
+    plans = directed((0, 1), (Fault(0.8, "late answer", 0, 0), Fault(1.6, "late answer", 1, 0)))
+    breaks(plans, off, monkeypatch, "was acknowledged by")
+
+
+def test_the_watermark_is_of_all_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What all holders of a part have may still be ahead of another part."""
+
+    def advance(self: View) -> None:
+        marks = [found.mark().settled for name, found in self.replicas.items() if self.holds(name)]
+        self.watermark = max(self.watermark, min(marks, default=-1))
+
+    off = lambda patch: patch.setattr(View, "advance", advance)  # noqa: E731
+    plans = directed((0, 1), (Fault(0.8, "cut holders", 1, 2.0),))
+    breaks(plans, off, monkeypatch, "was acknowledged by")
+
+
+def test_extras_count_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank's extra is as much a part of a step as its tensors are."""
+
+    def make_mark(self: ExtraReplica) -> Mark:
+        return Mark(self._line[-1].term, ((0, 10**6),), "", 10**6)
+
+    off = lambda patch: patch.setattr(ExtraReplica, "_make_mark", make_mark)  # noqa: E731
+    breaks(of_kind("lose node", "kill agent"), off, monkeypatch, "was acknowledged by")
+
+
+# Leases and terms --------------------------------------------------------------------------------
+
+
+def test_catalog_while_folding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a planner has seen stays until it has read it."""
+    off = lambda patch: patch.setattr(Lease, "frozen", lambda self, now: False)  # noqa: E731
+    breaks(of_kind("zombie", "slow plan", "zombie"), off, monkeypatch, "has dropped it")
+
+
+def test_a_zombie_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent refuses the trainers of a term that another one has followed."""
+    real = core.AgentCore._offered
+
+    def offered(self: core.AgentCore, event: ev.Offered, now: float) -> Iterable[ev.Command]:
+        return real(self, dataclasses.replace(event, term=""), now)
+
+    off = lambda patch: patch.setattr(core.AgentCore, "_offered", offered)  # noqa: E731
+    breaks(of_kind("zombie"), off, monkeypatch, "deadlock")
