@@ -236,14 +236,15 @@ def fsck_verb(
 @main.command("compact")
 @store_options()
 @click.option("--to", "step", type=click.IntRange(min=0), help="Default: the newest provable.")
+@click.option("--inexact", is_flag=True, help="Even if folds here are close to exact, not exact.")
 def compact_verb(
-    store_url: str, cache: str | None, as_json: bool, run: str, step: int | None
+    store_url: str, cache: str | None, as_json: bool, run: str, step: int | None, inexact: bool
 ) -> None:
     """Fold a run's chain to a base at a step, in the object tier."""
     from adacheck_store.tools.compact import compact
 
     with open_url(store_url, cache) as store, progress_bar() as tell:
-        rows = list(compact(store, run, to=step, progress=tell))
+        rows = list(compact(store, run, to=step, inexact=inexact, progress=tell))
     _show_rows("compact", store_url, rows, as_json)
 
 

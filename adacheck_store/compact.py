@@ -71,7 +71,7 @@ class ReplayedBase:
         self._fold: Fold = open_fold(fetcher, layout, plan)
         self._layout = layout
         self._plan = plan
-        self._since = plan.base.since if self._fold.report.exactness == "bounded" else None
+        self._since = plan.base.since if self.exactness == "bounded" else None
         if self._since is not None and step - self._since > BOUNDED_STEPS:
             raise NotProvableError(
                 f"folds here drift, and step {self._since} is the last that is exact: they serve "
@@ -83,6 +83,11 @@ class ReplayedBase:
         self._sink = _BlockSink()
         self.key = str(base_key(run, term, plan.part, step))
         self.report: FoldReport | None = None
+
+    @property
+    def exactness(self) -> str:
+        """The class of what this machine's fold gives."""
+        return self._fold.report.exactness
 
     def blocks(self) -> Iterator[Block]:
         """The folded blocks, window by window."""

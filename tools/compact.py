@@ -54,12 +54,14 @@ class CompactRow:
 
 
 def compact(
-    store: Store, run: str = "", *, to: int | None = None, progress: Progress = silent
-) -> Iterator[CompactRow]:
+    store: Store, run: str = "", *, to: int | None = None, inexact: bool = False,
+    progress: Progress = silent,
+) -> Iterator[CompactRow]:  # fmt: skip
     """Make a base of step ``to`` (default: the newest provable) in the object tier, part by part.
 
     What is written is read back and verified. Raises `NotProvableError` for a step that cannot
-    be produced, `UsageError` for one that retention has passed, `TierFullError`,
+    be produced, `UsageError` for one that retention has passed, and, unless ``inexact``, where
+    this machine folds by another arithmetic than the trainer's; `TierFullError`,
     `TierReadOnlyError`.
     """
     name = choose_run(store, run)
@@ -72,7 +74,8 @@ def compact(
     rows = carry_out(
         store.tiers, name,
         lambda fetcher, plan: [
-            _compact_part(store, tier, fetcher, plan, part, progress) for part in plan.parts
+            _compact_part(store, tier, fetcher, plan, part, inexact, progress)
+            for part in plan.parts
         ],
         step=to,
     )  # fmt: skip
@@ -82,7 +85,7 @@ def compact(
 
 def _compact_part(
     store: Store, tier: Tier, fetcher: Fetcher, plan: RestorePlan, part: PartPlan,
-    progress: Progress,
+    inexact: bool, progress: Progress,
 ) -> CompactRow:  # fmt: skip
     _refuse_below_floor(tier, plan)
     held = _held(tier, plan, part)
@@ -97,6 +100,8 @@ def _compact_part(
             fetcher, layout, part, run=plan.run, term=plan.term, step=plan.step,
             manifest=plan.manifest_id,
         )  # fmt: skip
+        if base.exactness != part.base.exactness and not inexact:
+            _refuse_inexact(plan, part)
         what = f"base {plan.step} of part {part.part}"
         source, done = _Watched(base, progress, what, part.base.nbytes), "folded"
     tier.put([*_documents(store, tier, plan, part), source])
@@ -119,6 +124,16 @@ def _refuse_below_floor(tier: Tier, plan: RestorePlan) -> None:
                 f"the step lies below the floor of tier {tier.traits.name}, step {floor.step}",
                 run=plan.run, step=plan.step, hint="restore writes it to a file of its own",
             )  # fmt: skip
+
+
+def _refuse_inexact(plan: RestorePlan, part: PartPlan) -> None:
+    """A restore prefers a base to the chain before it, and would be exact no longer."""
+    raise UsageError(
+        "this machine folds by another arithmetic than the trainer's: the base would be close to "
+        "the state, not equal to it, and restores would begin with it", run=plan.run,
+        part=part.part, step=plan.step,
+        hint="run it on a machine of the trainer's kind, or with --inexact if there is none",
+    )  # fmt: skip
 
 
 class _Fetched:

@@ -26,7 +26,8 @@ from adacheck_store.format.errors import AdaCheckError, NotProvableError, UsageE
 from adacheck_store.optimizers import arithmetic_digest
 from adacheck_store.recovery import plan_restore
 from adacheck_store.restore import open_layout, restore_state
-from adacheck_store.store import open_store
+from adacheck_store.store import Store, open_store
+from adacheck_store.tools.compact import compact
 from adacheck_store.trainer_hooks import encode as encode_module
 from tests.hooks.helpers import adamw, attach, bits, mlp, new_url, same, train
 
@@ -76,7 +77,12 @@ def trained(url: str, steps: int, **options: Any) -> tuple[dict[int, Any], Any]:
 def bases(url: str) -> list[RecordRef]:
     """All bases of the store."""
     with open_store(url) as store:
-        found = read_catalog(store.tiers, "r").bases.values()
+        return bases_of(store)
+
+
+def bases_of(store: Store) -> list[RecordRef]:
+    """All bases of an open store."""
+    found = read_catalog(store.tiers, "r").bases.values()
     return sorted((ref for refs in found for ref in refs), key=lambda ref: ref.step)
 
 
@@ -254,3 +260,17 @@ def test_equal_infinities_are_no_drift() -> None:
     other[2] = 1.5
     found._compare(odd, other)
     assert found.absolute == 0.5
+
+
+@pytest.mark.usefixtures("other_kernels")
+def test_the_command_compact_puts_nothing_inexact_before_an_exact_chain(url: str) -> None:
+    """A restore prefers a base to the chain that leads to it."""
+    trained(url, 3, keep=100)  # no base of the trainer's own after the first
+    before = bases(url)
+    with open_store(url, write=True) as store:
+        with pytest.raises(UsageError, match="another arithmetic") as told:
+            list(compact(store, "r"))
+        assert told.value.place["step"] == 3
+        assert "--inexact" in told.value.hint
+        assert bases_of(store) == before
+        assert [row.exactness for row in compact(store, "r", inexact=True)] == ["bounded"]
