@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -115,6 +115,17 @@ class Catalog:
     def empty(self) -> bool:
         """True if no term of the run has a manifest."""
         return not self.manifests
+
+    def only(self, parts: Collection[str], ranks: Collection[str]) -> Catalog:
+        """The catalog of a run that consists of these parts and the extras of these ranks."""
+        manifests = {
+            identity: dataclasses.replace(
+                manifest, parts=tuple(entry for entry in manifest.parts if entry.name in parts),
+                ranks=tuple(name for name in manifest.ranks if name in ranks),
+            )
+            for identity, manifest in self.manifests.items()
+        }  # fmt: skip
+        return dataclasses.replace(self, manifests=manifests)
 
     def without(self, lost: Iterable[tuple[str, str]]) -> Catalog:
         """The catalog less some (tier, key) pairs whose blocks did not verify."""

@@ -93,6 +93,12 @@ def node_name() -> str:
     return socket.gethostname() or "localhost"
 
 
+def local_rank(rank: int) -> int:
+    """Number of this rank on its host: ``LOCAL_RANK`` as torchrun sets it, else its number."""
+    text = environment().get("LOCAL_RANK", "")
+    return int(text) if text.isascii() and text.isdigit() else rank
+
+
 def writer_info() -> dict[str, str]:
     """Who writes: for a record's ``info``, never part of its id."""
     from adacheck_store import __version__

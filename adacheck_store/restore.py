@@ -6,9 +6,10 @@ taken, and said. Never guess.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 
@@ -18,7 +19,6 @@ from adacheck_store.format.errors import (
     AdaCheckError,
     ChainBrokenError,
     FormatError,
-    ReplayMismatchError,
     RestoreError,
 )
 from adacheck_store.format.keys import layout_key
@@ -26,17 +26,14 @@ from adacheck_store.format.layout import Layout, Section, decode_layout
 from adacheck_store.tiers.base import Tier
 
 from .arrays import tensor_of, torch_dtype
+from .candidates import carry_out
 from .catalog import Catalog, RecordRef, read_catalog
 from .drift import Drift, measure, stretch, too_much
 from .fetch import ArrayReader, BlocksLostError, Fetcher
 from .fold import Fold, FoldReport
-from .recovery import PartPlan, RestorePlan, plan_restore
+from .group import SOLO, Group
+from .recovery import PartPlan, RestorePlan
 from .state import PartState
-
-T = TypeVar("T")
-
-REASONS_MAX = 20
-"""Damaged records named when steps were lost to them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,63 +114,6 @@ class StateSink:
         """Nothing: the windows are the result."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome(Generic[T]):
-    """A plan that was carried out: what the work gave, and why newer steps were not taken."""
-
-    plan: RestorePlan
-    result: T
-    fetcher: Fetcher
-    lost: int
-    reasons: tuple[str, ...]
-
-
-def carry_out(
-    tiers: Sequence[Tier], run: str, work: Callable[[Fetcher, RestorePlan], T], *,
-    step: int | None = None, term: str = "", catalog: Catalog | None = None,
-) -> Outcome[T]:  # fmt: skip
-    """Plan, and do ``work``; where it meets damage, again with the newest step left without it.
-
-    ``work`` is done once for every plan tried: it must begin anew each time. Raises
-    `RestoreError`, `NotProvableError`, or what made every candidate fail.
-    """
-    catalog = catalog if catalog is not None else read_catalog(tiers, run)
-    newest: int | None = None
-    reasons: list[str] = []
-    damage: AdaCheckError | None = None
-    while True:
-        try:
-            plan = plan_restore(catalog, step, term)
-        except RestoreError as error:
-            raise _with_damage(error, damage) from damage
-        newest = plan.newest if newest is None else max(newest, plan.newest)
-        fetcher = Fetcher(tiers)
-        try:
-            result = work(fetcher, plan)
-        except BlocksLostError as error:
-            damage = error
-            reasons.append(str(error))
-            catalog = catalog.without(error.lost)
-            continue
-        except ReplayMismatchError as error:
-            damage = error
-            reasons.append(str(error))
-            catalog = _end_chain(catalog, plan, error.last_match)
-            continue
-        lost = max(0, newest - plan.step) if step is None else 0
-        return Outcome(
-            plan=plan, result=result, fetcher=fetcher, lost=lost,
-            reasons=(*plan.reasons, *reasons, *_unread(catalog, lost)),
-        )  # fmt: skip
-
-
-def _unread(catalog: Catalog, lost: int) -> list[str]:
-    """Tiers that could not be read, and where steps were lost, records: unknown, not absent."""
-    tiers = [f"unknown: {trouble.error}" for trouble in catalog.troubles if not trouble.key]
-    records = [str(trouble.error) for trouble in catalog.troubles if trouble.key]
-    return tiers + (records[:REASONS_MAX] if lost else [])
-
-
 def refuse_unknown(catalog: Catalog) -> None:
     """A run is not begun anew while a tier that may hold its history cannot be read.
 
@@ -190,18 +130,21 @@ def refuse_unknown(catalog: Catalog) -> None:
 
 def restore_state(
     tiers: Sequence[Tier], run: str, *, step: int | None = None, term: str = "",
-    catalog: Catalog | None = None, max_drift: float = float("inf"),
+    catalog: Catalog | None = None, max_drift: float = float("inf"), group: Group = SOLO,
+    own: tuple[str, str] | None = None, check: Callable[[RestorePlan], None] = lambda plan: None,
 ) -> Restored:  # fmt: skip
     """The newest provable state of a run (or that of ``step``), fetched, verified and folded.
 
     Tiers are given nearest first. Where this machine's arithmetic is not the trainer's, the drift
-    of such folds is measured; if it is above ``max_drift`` no delta is folded. Raises
-    `RestoreError`, `NotProvableError`, or what made every candidate fail.
+    of such folds is measured; if it is above ``max_drift`` no delta is folded. ``own`` is the part
+    and the rank that are fetched (all, if not given). Raises `RestoreError`, `NotProvableError`,
+    or what made every candidate fail.
     """
 
     catalog = catalog if catalog is not None else read_catalog(tiers, run)
 
-    def work(fetcher: Fetcher, plan: RestorePlan) -> _Fetched:
+    def work(fetcher: Fetcher, whole: RestorePlan) -> _Fetched:
+        plan = whole if own is None else _only(whole, *own)
         parts, reports = fetch_parts(fetcher, tiers, plan)
         extras = {rank: read_extra(fetcher, refs) for rank, refs in plan.extras.items()}
         drift = None
@@ -209,12 +152,23 @@ def restore_state(
             drift = _drift(fetcher, parts, plan, catalog, max_drift)
         return parts, reports, extras, drift
 
-    done = carry_out(tiers, run, work, step=step, term=term, catalog=catalog)
+    done = carry_out(
+        tiers, run, work, step=step, term=term, catalog=catalog, group=group, check=check
+    )
     parts, reports, extras, drift = done.result
+    mine = done.plan if own is None else _only(done.plan, *own)
     return Restored(
         step=done.plan.step, plan=done.plan, parts=parts, extras=extras,
-        certificate=certify(done.plan, reports, done.fetcher, drift), lost=done.lost,
+        certificate=certify(mine, reports, done.fetcher, drift), lost=done.lost,
         reasons=done.reasons, tiers=dict(done.fetcher.used),
+    )  # fmt: skip
+
+
+def _only(plan: RestorePlan, part: str, rank: str) -> RestorePlan:
+    """A plan of one part and one rank's extra."""
+    return dataclasses.replace(
+        plan, parts=tuple(item for item in plan.parts if item.part == part),
+        extras={name: refs for name, refs in plan.extras.items() if name == rank},
     )  # fmt: skip
 
 
@@ -237,28 +191,6 @@ def _drift(
             place = {"run": plan.run, "part": part.part, "step": part.base.step}
             raise too_much(drift, max_drift, part.base.step, **place)
     return found
-
-
-def _with_damage(error: RestoreError, damage: AdaCheckError | None) -> RestoreError:
-    """A refusal that also says which damage led to it."""
-    if damage is not None:
-        error.message = f"{error.message}: {damage.message}"
-        error.at(**damage.place)
-    return error
-
-
-def _end_chain(catalog: Catalog, plan: RestorePlan, last_match: int) -> Catalog:
-    """Leave out the deltas of the plan's chains after the last step that agreed."""
-    lost = [
-        (tier, ref.key)
-        for part in plan.parts
-        for ref in part.deltas
-        if ref.step > last_match
-        for tier in ref.tiers
-    ]
-    if not lost:
-        raise ChainBrokenError("a fold differs, and no delta is left to leave out", run=plan.run)
-    return catalog.without(lost)
 
 
 def open_layout(tiers: Sequence[Tier], run: str, layout_id: str) -> Layout:

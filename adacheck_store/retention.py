@@ -110,15 +110,26 @@ def tier_catalog(tier: Tier, run: str) -> Catalog:
     return catalog
 
 
+def floor_of(tier: Tier, run: str, term: str) -> int:
+    """The highest floor in a tier's log that speaks of a term; -1 if there is none."""
+    entries = read_log(tier, run)
+    floors = [entry.step for entry in entries if isinstance(entry, Floor) and term in entry.terms]
+    return max(floors, default=-1)
+
+
 def raise_floor(
     tier: Tier, run: str, keep_bases: int, *, cap: int | None, current: int,
-    put: Callable[[FloorChoice], bool],
+    put: Callable[[FloorChoice], bool], own: tuple[str, str] | None = None,
 ) -> tuple[int, list[str]]:  # fmt: skip
     """A higher floor for a tier if it can bear one: its step, and the keys that may now go.
 
-    The floor's bases are read back before ``put`` writes it; ``put`` may refuse.
+    ``own`` is the part and the rank that the tier is to prove, where it is not all of them. The
+    floor's bases are read back before ``put`` writes it; ``put`` may refuse.
     """
-    choice = choose_floor(tier_catalog(tier, run), keep_bases, cap)
+    catalog = tier_catalog(tier, run)
+    choice = choose_floor(
+        catalog if own is None else catalog.only(own[:1], own[1:]), keep_bases, cap
+    )
     if choice is None or choice.step <= current:
         return current, []
     read_back(tier, choice.bases)

@@ -7,16 +7,21 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from typing import Any, TypeVar
 
-from adacheck_store.format.errors import AdaCheckError, OrderError, RestoreError, TierError
+from adacheck_store.format.errors import (
+    AdaCheckError,
+    ModelMismatchError,
+    OrderError,
+    RestoreError,
+    TierError,
+    UnsupportedError,
+)
 from adacheck_store.format.keys import (
     Term,
-    base_key,
     check_run,
-    extra_key,
     layout_key,
     manifest_key,
-    parse_key,
     part_name,
     rank_name,
 )
@@ -26,17 +31,19 @@ from adacheck_store.format.record import Record
 from adacheck_store.tiers.base import RecordSource
 
 from .boundary import Boundary, Link
-from .catalog import Catalog, RecordRef, make_ref, read_catalog
+from .catalog import Catalog, RecordRef, read_catalog
 from .config import Settings, arm_failpoints, writer_info
-from .drain import missing_below
-from .recovery import Prover, RestorePlan, tolerant_line
+from .group import SOLO, Group, lead, same, together
+from .opening import Opened, Opening, without_unbegun
+from .recovery import RestorePlan
 from .restore import Restored, refuse_unknown, restore_state
 from .status import Status, status_of, unsaved
 from .store import Store, open_store
-from .tail import Tail
 from .terms import claim_term
 from .upkeep import Upkeep
 from .writer import Writer
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -45,18 +52,19 @@ CLOSE_S = 60.0
 
 
 class RunSession:
-    """Holds a run's store for writing.
+    """Holds a run's store for writing: one rank's hold, where several write it together.
 
     Order of calls: `open`, `restore` (optional on a run without history), `start`, `append` ...,
     `close`. All calls but `append` and `wants_base` may be made from any one thread.
     """
 
-    def __init__(self, store: Store, run: str, settings: Settings) -> None:
+    def __init__(self, store: Store, run: str, settings: Settings, group: Group = SOLO) -> None:
         self.store = store
         self.run = check_run(run)
         self.settings = settings
-        self.part = part_name(0)
-        self.rank = rank_name(0)
+        self.group = group
+        self.part = part_name(group.rank)
+        self.rank = rank_name(group.rank)
         self._catalog: Catalog = self._read_catalog()
         self._term: Term | None = None
         self._decided = False
@@ -72,23 +80,36 @@ class RunSession:
     @classmethod
     def open(
         cls, store_url: str, run: str, *, cache: str | os.PathLike[str] | None = None,
-        settings: Settings | None = None,
+        settings: Settings | None = None, group: Group = SOLO,
     ) -> RunSession:  # fmt: skip
-        """Open a store for writing a run, making it if absent; see `store.open_store`."""
+        """Open a store for writing a run, making it if absent; see `store.open_store`.
+
+        Every rank of ``group`` opens it, with the same arguments.
+        """
         arm_failpoints()
         check_run(run)
         settings = settings or Settings()
-        store = open_store(store_url, cache=cache, write=True, lmdb_bytes=settings.lmdb_bytes)
+        same(group, "attach", {
+            "run": run, "store": store_url, "the number of ranks": group.size,
+            **dataclasses.asdict(settings),
+        })  # fmt: skip
+        store = open_store(
+            store_url, cache=cache, write=True, lmdb_bytes=settings.lmdb_bytes, group=group
+        )
         try:
-            return cls(store, run, settings)
+            return cls(store, run, settings, group)
         except BaseException:
             store.close()
             raise
 
     def _read_catalog(self) -> Catalog:
         """What all tiers hold; those that could not be opened are among its troubles."""
-        catalog = read_catalog(self.store.tiers, self.run)
+        catalog = without_unbegun(read_catalog(self.store.tiers, self.run), self.store.far)
         return dataclasses.replace(catalog, troubles=(*catalog.troubles, *self.store.troubles))
+
+    def together(self, what: str, work: Callable[[], T]) -> T:
+        """Do something on every rank; where it fails on any, all raise."""
+        return together(self.group, what, work)
 
     @property
     def has_history(self) -> bool:
@@ -112,6 +133,33 @@ class RunSession:
         resume = resume or self.settings.resume
         if self._decided:
             raise OrderError("this session has already restored", run=self.run)
+        same(self.group, "restore", {"step": step, "term": term, "resume": resume})
+        if not self._enter(lambda: self._claim(resume, step)):
+            return None
+        self._restored = restore_state(
+            self.store.tiers, self.run, step=step, term=term, catalog=self._catalog,
+            max_drift=self.settings.max_drift, group=self.group, own=(self.part, self.rank),
+            check=self._check_ranks,
+        )  # fmt: skip
+        self._decided = True
+        return self._restored
+
+    def _enter(self, claim: Callable[[], bool]) -> bool:
+        """Have rank 0 claim the term; whether there is something to restore."""
+
+        def claimed() -> list[Any]:
+            history = claim()
+            return [str(self._term), history]
+
+        term, history = lead(self.group, "claim", claimed)
+        self._term = Term.parse(term)
+        if self.group.rank != 0:
+            self._catalog = self._read_catalog()
+        self._decided = not history
+        return bool(history)
+
+    def _claim(self, resume: str, step: int | None) -> bool:
+        """Claim a term (rank 0); whether there is a history to restore from."""
         if resume == "must" and not self.has_history:
             raise RestoreError(
                 "resume='must', and the run has no history", run=self.run,
@@ -123,17 +171,30 @@ class RunSession:
         self._catalog = self._read_catalog()
         if resume != "never":
             refuse_unknown(self._catalog)
-        if resume == "never" or not self.has_history:
-            if step is not None and resume != "never":
-                raise RestoreError("the run has no history", run=self.run, step=step)
-            self._decided = True
-            return None
-        self._restored = restore_state(
-            self.store.tiers, self.run, step=step, term=term, catalog=self._catalog,
-            max_drift=self.settings.max_drift,
-        )  # fmt: skip
-        self._decided = True
-        return self._restored
+        history = resume != "never" and self.has_history
+        if step is not None and resume != "never" and not history:
+            raise RestoreError("the run has no history", run=self.run, step=step)
+        return history
+
+    def _claim_unrestored(self) -> bool:
+        """Claim a term for a run that nobody has asked to restore."""
+        if self.has_history and self.settings.resume != "never":
+            raise OrderError(
+                "the run has history, and restore() was not called", run=self.run,
+                hint="call restore() first, or attach with resume='never'",
+            )  # fmt: skip
+        return self._claim(self.settings.resume, None)
+
+    def _check_ranks(self, plan: RestorePlan) -> None:
+        """Refuse a chain that another number of ranks has written."""
+        size = len(plan.manifest.ranks)
+        if size != self.group.size or len(plan.parts) != self.group.size:
+            raise ModelMismatchError(
+                f"the chain was written by {size} rank{'s' * (size > 1)}, this run has "
+                f"{self.group.size}", run=self.run, term=plan.term, step=plan.step,
+                hint=f"start {size} ranks: another number is not supported yet; nothing was "
+                "changed",
+            )  # fmt: skip
 
     def start(
         self, layout: Layout, *, start_step: int,
@@ -148,106 +209,17 @@ class RunSession:
         """
         if self._writer is not None:
             raise OrderError("this session has already started", run=self.run)
-        if not self._decided:
-            if self.has_history and self.settings.resume != "never":
-                raise OrderError(
-                    "the run has history, and restore() was not called", run=self.run,
-                    hint="call restore() first, or attach with resume='never'",
-                )  # fmt: skip
-            self.restore()
+        if not self._decided and self._enter(self._claim_unrestored):
+            raise OrderError("the run has got a history meanwhile: restore it", run=self.run)
         assert self._term is not None
-        sealed_layout = layout.seal(self.run)
-        self._manifest = self._first_manifest(sealed_layout.id, start_step)
-        manifest = self._manifest.seal(writer_info())
-        link = Link(
-            run=self.run, term=str(self._term), part=self.part, rank=self.rank,
-            parent=manifest.id, manifest=manifest.id, layout=sealed_layout.id,
-        )  # fmt: skip
-        step = manifest.head.step or 0
-        shared = [
-            RecordSource(str(layout_key(self.run, sealed_layout.id)), Record(sealed_layout, {})),
-            RecordSource(str(manifest_key(self.run, link.term, step)), Record(manifest, {})),
-        ]
-        near, far = self.store.near, self.store.far
-        tail, first = self._first_base(link, step, sealed_layout.id, base, extra)
-        near.put([*shared, *first])
-        near.sync()
-        if near is not far:
-            far.put(shared)
-            far.sync()
-        catalog = read_catalog(self.store.tiers, self.run)
-        if not first and not self._fork_stands(catalog):
-            tail, first = Tail(), self._opening(link, step, base, extra)
-            near.put(first)
-            near.sync()
-        backlog = [source.key for source in first]
-        if near is not far:
-            backlog += self._inherited_backlog(catalog)
-        for source in first:
-            sealed = source.record.sealed
-            if sealed.head.kind == "base":
-                tail.add(make_ref(parse_key(source.key), sealed, (near.traits.name,)))
-        self._layouts[sealed_layout.id] = layout
-        self._run_threads(link, step, layout, tail, backlog)
-        self._step = step
-
-    def _first_manifest(self, layout_id: str, start_step: int) -> Manifest:
-        restored = self._restored
-        parts = (PartEntry(name=self.part, layout=layout_id),)
-        settings = {"base_every": self.settings.base_every, "policy": self.settings.policy}
-        if restored is None:
-            return Manifest(
-                run=self.run, term=str(self._term), step=start_step, parts=parts,
-                ranks=(self.rank,), settings=settings,
-            )  # fmt: skip
-        return Manifest(
-            run=self.run, term=str(self._term), step=restored.step, parts=parts,
-            ranks=(self.rank,), parent_term=restored.plan.term, fork_step=restored.step,
-            tips={part.part: part.link for part in restored.plan.parts}, settings=settings,
-        )  # fmt: skip
-
-    def _first_base(
-        self, link: Link, step: int, layout_id: str,
-        base: Callable[[Link], Record], extra: Callable[[Link], Record],
-    ) -> tuple[Tail, list[RecordSource]]:  # fmt: skip
-        """What the next fold starts from, and the records to put first (none if inherited).
-
-        What was folded by another arithmetic than the trainer's is no part of the new chain: a
-        third machine would have it otherwise. It begins with what was loaded.
-        """
-        restored = self._restored
-        if restored is not None and restored.certificate.exactness != "bounded":
-            plan = next((p for p in restored.plan.parts if p.part == self.part), None)
-            if plan is not None and plan.layout == layout_id:
-                return Tail(base=plan.base, deltas=list(plan.deltas)), []
-        return Tail(), self._opening(link, step, base, extra)
-
-    def _opening(
-        self, link: Link, step: int, base: Callable[[Link], Record],
-        extra: Callable[[Link], Record],
-    ) -> list[RecordSource]:  # fmt: skip
-        """A captured base, and the extra that goes with it, for the term to begin with."""
-        return [
-            RecordSource(str(base_key(self.run, link.term, link.part, step)), base(link)),
-            RecordSource(str(extra_key(self.run, link.term, link.rank, step)), extra(link)),
-        ]
-
-    def _inherited_backlog(self, catalog: Catalog) -> list[str]:
-        """Records of the line up to the fork that the far tier has not received yet."""
-        if self._restored is None:
-            return []
-        return missing_below(self.store.uppers, self.store.far, self.run, tolerant_line(catalog))
-
-    def _fork_stands(self, catalog: Catalog) -> bool:
-        """Whether the state this term begins with is still there, now that it has a manifest.
-
-        A writer of the parent that took our claim for dead may have raised its floors meanwhile.
-        """
-        restored = self._restored
-        if restored is None:
-            return False
-        line = tolerant_line(catalog, restored.plan.term)
-        return isinstance(Prover(catalog, line).prove(restored.step), RestorePlan)
+        opened = Opening(
+            store=self.store, run=self.run, term=self._term, group=self.group,
+            settings=self.settings, restored=self._restored, base=base, extra=extra,
+        ).open(layout, start_step)  # fmt: skip
+        self._manifest = opened.manifest
+        self._layouts[opened.link.layout] = layout
+        self._run_threads(opened, layout)
+        self._step = opened.manifest.step
 
     def _revise(self, link: Link, layout: Layout, step: int) -> tuple[Link, list[RecordSource]]:
         """A link under the manifest revision that names another layout, and what to put with it.
@@ -256,6 +228,12 @@ class RunSession:
         the one after it follows it.
         """
         assert self._manifest is not None
+        if self.group.size > 1:
+            raise UnsupportedError(
+                "the model's tensors or their groups have changed, which several ranks cannot keep "
+                "in one run yet: nothing is saved from here on",
+                hint="restart all ranks: they restore the last step before the change",
+            )
         sealed = layout.seal(self.run)
         if self._manifest.part(self.part).layout != sealed.id:
             before = self._manifest.seal()
@@ -275,22 +253,20 @@ class RunSession:
             list(self._documents),
         )
 
-    def _run_threads(
-        self, link: Link, step: int, layout: Layout, tail: Tail, backlog: list[str]
-    ) -> None:
+    def _run_threads(self, opened: Opened, layout: Layout) -> None:
         assert self._term is not None
         upkeep = Upkeep(
-            self.store, run=self.run, term=self._term, part=self.part, layouts=self._layouts,
-            settings=self.settings, tail=tail, backlog=backlog,
+            self.store, run=self.run, term=self._term, group=self.group, layouts=self._layouts,
+            settings=self.settings, tail=opened.tail, backlog=opened.backlog,
             ask_for_base=lambda reason, first: self._mistrust(writer, reason, first),
         )  # fmt: skip
         writer = Writer(
-            self.store.near, link, step, window=self.settings.window,
+            self.store.near, opened.link, opened.manifest.step, window=self.settings.window,
             stall_timeout_s=self.settings.stall_timeout_s, on_stored=self._stored, layout=layout,
             revise=self._revise,
         )  # fmt: skip
-        if tail.base is not None:
-            upkeep.progress.exactness = tail.base.exactness
+        if opened.tail.base is not None:
+            upkeep.progress.exactness = opened.tail.base.exactness
         self._upkeep, self._writer = upkeep, writer
 
     def _mistrust(self, writer: Writer, reason: str, first: int) -> None:

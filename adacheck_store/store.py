@@ -29,7 +29,8 @@ from adacheck_store.tiers.object_local import LocalObjects
 from adacheck_store.tiers.zarr import ZarrTier, open_marked
 
 from .catalog import Trouble
-from .config import node_name
+from .config import local_rank, node_name
+from .group import SOLO, Group, together
 
 log = logging.getLogger(__name__)
 
@@ -97,33 +98,47 @@ def local_folder(url: str) -> Path:
 
 def open_store(
     url: str, *, cache: str | os.PathLike[str] | None = None, write: bool = False,
-    lmdb_bytes: int = 0,
+    lmdb_bytes: int = 0, group: Group = SOLO,
 ) -> Store:  # fmt: skip
     """Open a store; for writing it is made if absent, for reading it must exist.
 
     ``cache`` is the folder of the LMDB tiers (default ``lmdb`` inside a local store), one folder
-    per node in it. Raises `NotOursError` for a folder that is not a store, `TooNewError`,
-    `TierReadOnlyError`, `TierBusyError` naming the process that holds this node's LMDB. A writer
-    sets an LMDB whose structure is damaged aside, and begins a new one.
+    per node in it, and per rank where ``group`` has several, all of which open it. Raises
+    `NotOursError` for a folder that is not a store, `TooNewError`, `TierReadOnlyError`,
+    `TierBusyError` naming the process that holds this node's LMDB. A writer sets an LMDB whose
+    structure is damaged aside, and begins a new one.
     """
     if url.startswith("memory://"):
-        tier = _MEMORY.setdefault(url, MemoryTier())
-        return Store(url, tier, tier)
+        if group.size > 1:
+            raise UnsupportedError(
+                "memory:// stores are of one process, this run has several ranks",
+                hint="use file:///folder",
+            )
+        memory = _MEMORY.setdefault(url, MemoryTier())
+        return Store(url, memory, memory)
     root = local_folder(url)
     folder = Path(cache) if cache is not None else root / "lmdb"
     if not write:
         return _open_reading(url, root, folder)
-    _refuse_foreign(root)
-    objects = LocalObjects(root / "objects")
-    open_marked(objects, create=True)
-    far = ZarrTier(objects)
+    name = node_name() if group.size == 1 else f"{node_name()}.r{local_rank(group.rank)}"
     troubles: list[Trouble] = []
+    opened: list[Tier] = []
+
+    def own() -> None:
+        _refuse_foreign(root)
+        objects = LocalObjects(root / "objects")
+        open_marked(objects, create=True)
+        opened.append(ZarrTier(objects))
+        opened.append(_open_near(folder / name, lmdb_bytes, troubles))
+
     try:
-        near = _open_near(folder / node_name(), lmdb_bytes, troubles)
-        others = _other_nodes(folder, troubles, skip=node_name())
-    except AdaCheckError:
-        far.close()
+        together(group, "open", own)  # before any looks at the others': they are whole then
+        others = _other_nodes(folder, troubles, skip=name)
+    except BaseException:
+        for tier in opened:
+            tier.close()
         raise
+    far, near = opened
     return Store(url, near, far, tuple(others), tuple(troubles))
 
 
@@ -140,15 +155,15 @@ def _refuse_foreign(root: Path) -> None:
 
 def _open_near(path: Path, capacity_bytes: int, troubles: list[Trouble]) -> Tier:
     """This node's LMDB for writing; one whose structure is damaged is set aside and said so."""
-    capacity = capacity_bytes or _disk_share(path)
+    capacity, name = capacity_bytes or _disk_share(path), lmdb_name(path.name)
     try:
-        return LmdbTier(path, capacity_bytes=capacity)
+        return LmdbTier(path, capacity_bytes=capacity, name=name)
     except TierDamagedError as error:
         aside = quarantine(str(path))
         error.hint = f"set aside as {aside}; the other tiers go on, fsck tells what they hold"
         log.warning("%s", error)
-        troubles.append(Trouble(tier=lmdb_name(path.name), key="", error=error))
-        return LmdbTier(path, capacity_bytes=capacity)
+        troubles.append(Trouble(tier=name, key="", error=error))
+        return LmdbTier(path, capacity_bytes=capacity, name=name)
 
 
 def _disk_share(path: Path) -> int | None:
@@ -222,7 +237,7 @@ def _other_nodes(folder: Path, troubles: list[Trouble], *, skip: str) -> list[Ti
         troubles.append(Trouble(tier="lmdb", key="", error=translate(error, "lmdb", str(folder))))
         return tiers
     first = node_name()
-    for name in sorted(names, key=lambda name: (name != first, name)):
+    for name in sorted(names, key=lambda name: (not name.startswith(first), name)):
         if name == skip or "-damaged-" in name:
             continue
         try:

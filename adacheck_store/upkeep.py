@@ -20,9 +20,8 @@ from adacheck_store.format.errors import (
     ReplayMismatchError,
     TermError,
 )
-from adacheck_store.format.keys import Key, Term, parse_key
+from adacheck_store.format.keys import Key, Term, parse_key, part_name
 from adacheck_store.format.layout import Layout
-from adacheck_store.tiers.base import Tier
 
 from .catalog import RecordRef, make_ref
 from .compact import ReplayedBase
@@ -31,11 +30,12 @@ from .drain import copy_records, in_batches
 from .drift import CapturedBases
 from .duty import Duty
 from .fetch import BlocksLostError, Fetcher
+from .group import Group
+from .pruner import Pruner
 from .recovery import PartPlan
-from .retention import FloorChoice, raise_floor
 from .store import Store
 from .tail import Progress, Tail
-from .terms import Rivals, check_fence, put_floor
+from .terms import check_fence
 
 log = logging.getLogger(__name__)
 
@@ -51,33 +51,33 @@ class Upkeep:
     """
 
     def __init__(
-        self, store: Store, *, run: str, term: Term, part: str, layouts: dict[str, Layout],
+        self, store: Store, *, run: str, term: Term, group: Group, layouts: dict[str, Layout],
         settings: Settings, tail: Tail, backlog: list[str],
         ask_for_base: Callable[[str, int], None],
     ) -> None:  # fmt: skip
         self._store = store
         self._run_name = run
         self._term = term
-        self._part = part
+        self._part = part_name(group.rank)
         self._layouts = layouts
         self._settings = settings
-        self._rivals = Rivals(store.far, run, term)
         self._tail = tail
         self._ask_for_base = ask_for_base
         self._undrained: list[Key] = [parse_key(text) for text in backlog]
         self._oldest = time.monotonic()
-        self._graves: list[tuple[float, Tier, list[str]]] = []
         self._far_bases: set[int] = set()
         self._captured = CapturedBases(settings.max_drift)
         self._flushing = bool(backlog)
-        self._pair = (store.near, store.far)
-        self._prune_wanted: set[str] = {tier.traits.name for tier in self._pair}
         self._changed = threading.Condition(threading.RLock())
         self._progress = Progress(base=tail.base.step if tail.base else -1)
+        self._pruner = Pruner(
+            store, run=run, term=term, group=group, settings=settings, changed=self._changed,
+            progress=self._progress, captured=self._captured,
+        )  # fmt: skip
         self.fenced: TermError | None = None
         self._compacting = self._duty("compact", self._compact_due, self._compact_next)
         self._draining = self._duty("drain", self._drain_due, self._drain)
-        self._pruning = self._duty("prune", self._prune_due, self._prune)
+        self._pruning = self._duty("prune", self._pruner.due, self._pruner.prune)
         self._duties = (self._compacting, self._draining, self._pruning)
         for duty in self._duties:
             duty.thread.start()
@@ -122,7 +122,7 @@ class Upkeep:
                 if ref.kind == "base":
                     self._progress.base, self._progress.exactness = ref.step, ref.exactness
                     self._progress.bytes_bases += ref.nbytes
-                    self._prune_wanted.add(self._store.near.traits.name)
+                    self._pruner.want_near()
                 self._undrained.append(parse_key(ref.key))
             self._progress.stored = step
             self._changed.notify_all()
@@ -195,7 +195,7 @@ class Upkeep:
         finally:
             with self._changed:
                 self._captured.done()
-                self._prune_wanted |= {tier.traits.name for tier in self._pair}
+                self._pruner.want_all()
 
     def _target(self) -> int | None:
         """The multiple of ``base_every`` to compact to next, if the tail reaches one."""
@@ -241,7 +241,7 @@ class Upkeep:
             self._undrained.append(key)
             self._progress.compactions += 1
             self._progress.bytes_bases += ref.nbytes
-            self._prune_wanted.add(near.traits.name)
+            self._pruner.want_near()
             self._changed.notify_all()
 
     def _anywhere(self, plan: PartPlan) -> PartPlan:
@@ -300,11 +300,12 @@ class Upkeep:
             left = [key.step - 1 for key in self._undrained]
             reached = min(left) if left else max(key.step for key in done)
             self._progress.drained = max(self._progress.drained, reached)
+            self._pruner.want_near()  # the far floor may be higher
             whole = [step for step in self._far_bases if step <= self._progress.drained]
             if whole and max(whole) > self._progress.far_base:
                 self._progress.far_base = max(whole)
                 self._far_bases -= set(whole)
-                self._prune_wanted |= {tier.traits.name for tier in self._pair}
+                self._pruner.want_all()
 
     def _drain_batch(self, batch: list[str]) -> None:
         far = self._store.far
@@ -326,74 +327,3 @@ class Upkeep:
             folded = self._tail.base is not None and key.step <= self._tail.base.step
         if key.kind == "delta" and key.term == str(self._term) and not folded:
             self._distrust(f"the delta of step {key.step} is damaged", key.step)
-
-    # Pruning ---------------------------------------------------------------------------------
-
-    def _prune_due(self) -> bool:
-        now = time.monotonic()
-        return bool(self._prune_wanted) or any(at <= now for at, _, _ in self._graves)
-
-    def _prune(self) -> None:
-        """Each tier is tried, whatever became of the other; what failed stays wanted."""
-        first: AdaCheckError | None = None
-        for tier in dict.fromkeys(self._pair):
-            try:
-                self._prune_tier(tier)
-            except AdaCheckError as error:
-                first = first or error
-        if first is not None:
-            raise first
-
-    def _prune_tier(self, tier: Tier) -> None:
-        name = tier.traits.name
-        with self._changed:
-            wanted = name in self._prune_wanted
-            self._prune_wanted.discard(name)
-        try:
-            if wanted:
-                self._raise_floor(tier)
-            self._bury(tier)
-        except BaseException:
-            if wanted:
-                with self._changed:
-                    self._prune_wanted.add(name)
-            raise
-
-    def _raise_floor(self, tier: Tier) -> None:
-        """Write a higher floor for a tier if it can bear one, and mark what lies below it."""
-        near = tier is self._store.near and tier is not self._store.far
-        progress = self._progress
-        with self._changed:  # what is still to be compared stays
-            caps = [self._captured.floor(), *((progress.drained, progress.far_base) * near)]
-        floor, doomed = raise_floor(
-            tier, self._run_name, self._settings.keep_bases,
-            cap=min((cap for cap in caps if cap is not None), default=None),
-            current=progress.near_floor if near else progress.far_floor,
-            put=lambda choice: self._put_floor(tier, choice),
-        )  # fmt: skip
-        if near:
-            progress.near_floor = floor
-        else:
-            progress.far_floor = floor
-        if doomed:
-            grace_s = 0.0 if tier is self._store.near else self._settings.grace_s
-            self._graves.append((time.monotonic() + grace_s, tier, doomed))
-
-    def _put_floor(self, tier: Tier, choice: FloorChoice) -> bool:
-        """False while a newer claim may still be restoring from below."""
-        check_fence(self._store.far, self._run_name, self._term)
-        live, dead = self._rivals.look()
-        return not live and bool(
-            put_floor(
-                tier, self._run_name, term=str(self._term), terms=choice.terms, step=choice.step,
-                kept=(), ignore=dead,
-            )
-        )  # fmt: skip
-
-    def _bury(self, tier: Tier) -> None:
-        """Delete what has been below a floor for long enough."""
-        now = time.monotonic()
-        due = [grave for grave in self._graves if grave[1] is tier and grave[0] <= now]
-        for grave in due:
-            tier.delete(grave[2])
-            self._graves.remove(grave)

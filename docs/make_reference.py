@@ -104,6 +104,7 @@ WHAT_TO_DO = {
     "PeerRefusedError": "The message says which side has another key, user, run or version: make "
     "them the same.",
     "TermError": "Stop this process: another one has restored the run and writes it now.",
+    "GroupError": "The message names the ranks. Start all of them again, with the same arguments.",
     "RestoreError": "Check URL and run. `status` and `fsck` say what can be proven.",
     "NotProvableError": "Ask for one of the steps that the message names.",
     "UsageError": "Correct the call or the command: the message names the setting.",

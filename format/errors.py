@@ -22,6 +22,7 @@
     │   ├── TierUnavailableError     it does not answer
     │   └── PeerRefusedError         the agent there does not let us in
     ├── TermError                    a newer term has taken over this run
+    ├── GroupError                   the ranks of a run do not agree, or one did not come
     ├── RestoreError                 nothing, or not what was asked, can be proven
     │   └── NotProvableError         the step asked for cannot be produced
     └── UsageError                   the caller's side
@@ -35,7 +36,8 @@ from __future__ import annotations
 
 from typing import Any, Self
 
-_PLACES = ("run", "term", "part", "step", "tier", "key", "path")
+PLACES = ("run", "term", "part", "step", "tier", "key", "path")
+"""What an error may say of where it happened."""
 
 
 class AdaCheckError(Exception):
@@ -57,7 +59,7 @@ class AdaCheckError(Exception):
 
     def at(self, **place: Any) -> Self:
         """Add what the raiser did not know about the place; known entries stay. Returns self."""
-        unknown = set(place) - set(_PLACES)
+        unknown = set(place) - set(PLACES)
         if unknown:
             raise TypeError(f"unknown place of an error: {sorted(unknown)}")
         for name, value in place.items():
@@ -66,7 +68,7 @@ class AdaCheckError(Exception):
         return self
 
     def __str__(self) -> str:
-        where = " ".join(f"{name}={self.place[name]}" for name in _PLACES if name in self.place)
+        where = " ".join(f"{name}={self.place[name]}" for name in PLACES if name in self.place)
         text = f"{self.message} [{where}]" if where else self.message
         return f"{text} -> {self.hint}" if self.hint else text
 
@@ -164,6 +166,10 @@ class PeerRefusedError(TierError):
 
 class TermError(AdaCheckError):
     """A newer term has taken over this run; this writer must stop."""
+
+
+class GroupError(AdaCheckError):
+    """The ranks of a run do not agree, or one of them did not come in time."""
 
 
 class RestoreError(AdaCheckError):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from adacheck_store.candidates import carry_out
 from adacheck_store.catalog import RecordRef, read_catalog
 from adacheck_store.compact import ReplayedBase
 from adacheck_store.drain import TierSource
@@ -24,7 +25,7 @@ from adacheck_store.format.head import SealedHead
 from adacheck_store.format.keys import layout_key, manifest_key
 from adacheck_store.format.record import Block
 from adacheck_store.recovery import PartPlan, RestorePlan
-from adacheck_store.restore import carry_out, open_layout
+from adacheck_store.restore import open_layout
 from adacheck_store.retention import read_back
 from adacheck_store.store import Store
 from adacheck_store.tiers.base import Source, Tier

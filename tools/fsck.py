@@ -79,7 +79,8 @@ def check_run(store: Store, run: str, progress: Progress = silent) -> Iterator[F
     yield from check_terms(sound, log_read=_log_read(store, bad))
     alone = dict(_alone(store, sound, run))
     for name, held in alone.items():
-        yield from check_floors(name, held, held.floors.get(name, ()))
+        floors = held.floors.get(name, ())
+        yield from check_floors(name, held, floors, partial=name != store.far.traits.name)
         yield from check_holes(name, held, bad[name])
     yield from check_drift(sound)
     yield from check_steps(sound)

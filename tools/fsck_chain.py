@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from adacheck_store.catalog import Catalog, Gaps, RecordRef
 from adacheck_store.format.errors import AdaCheckError
-from adacheck_store.format.keys import Term
+from adacheck_store.format.keys import Term, rank_name
 from adacheck_store.format.manifest import Floor, Manifest
+from adacheck_store.proof import Segment
 from adacheck_store.recovery import Prover, RestorePlan, line_of
 
 from .findings import Finding, Provable, finding
@@ -166,9 +167,19 @@ def _check_parent(
                           f"{origin.fork_step}", key=key)  # fmt: skip
 
 
-def check_floors(tier: str, alone: Catalog, floors: Iterable[Floor]) -> Iterator[Finding]:
-    """A floor's step, and the steps it keeps, are provable in its tier alone (INV-32, INV-33)."""
+def check_floors(
+    tier: str, alone: Catalog, floors: Iterable[Floor], *, partial: bool
+) -> Iterator[Finding]:
+    """A floor's step, and the steps it keeps, are provable in its tier alone (INV-32, INV-33).
+
+    A ``partial`` tier may keep some ranks' parts: it is to prove those whose base it kept.
+    """
     newest = max(floors, key=lambda floor: (floor.step, floor.index), default=None)
+    if newest is not None and partial:
+        parts = {part for (_, part), refs in alone.bases.items()
+                 if any(ref.step == newest.step for ref in refs)}  # fmt: skip
+        if parts:
+            alone = alone.only(parts, {rank_name(int(part[1:])) for part in parts})
     prover = line_prover(alone)
     if newest is None or prover is None:
         return
@@ -260,6 +271,8 @@ def check_steps(catalog: Catalog) -> Iterator[Finding | Provable]:
     groups: dict[str, list[int]] = defaultdict(list)
     for step in reasons:
         segment = prover.segment_of(step)
+        if segment is not None and _superseded(catalog, segment, step):
+            continue
         if segment is not None and step in gaps[segment.term]:
             groups["declared-gap"].append(step)
         else:
@@ -272,6 +285,15 @@ def check_steps(catalog: Catalog) -> Iterator[Finding | Provable]:
                           run=catalog.run)  # fmt: skip
     yield provable(catalog.run, "all", good)
     yield from _branches(catalog, {segment.term for segment in prover.line})
+
+
+def _superseded(catalog: Catalog, segment: Segment, step: int) -> bool:
+    """Whether a step of several ranks is one that some of them may have deleted already.
+
+    They prune their near tiers one by one, each up to the object tier's floor.
+    """
+    floors = [floor for found in catalog.floors.values() for floor in found]
+    return len(segment.manifest.parts) > 1 and step < _floor_of(floors, segment.term)
 
 
 def _branches(catalog: Catalog, line: set[str]) -> Iterator[Finding]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from adacheck_store.candidates import Outcome, carry_out
 from adacheck_store.fetch import Fetcher
 from adacheck_store.fold import Fold, FoldReport
 from adacheck_store.format.dtypes import SAFETENSORS_DTYPES
@@ -20,8 +21,6 @@ from adacheck_store.format.layout import Layout
 from adacheck_store.recovery import RestorePlan
 from adacheck_store.restore import (
     Certificate,
-    Outcome,
-    carry_out,
     certify,
     open_fold,
     open_layout,

@@ -8,11 +8,13 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from adacheck_store.config import Settings
+from adacheck_store.group import Group, together
 from adacheck_store.session import RunSession
 
 from .checkpointer import Checkpointer
 from .layouts import bind
 from .names import Model
+from .ranks import find_group
 from .seam import RestoreReport
 
 __all__ = ["Checkpointer", "RestoreReport", "attach"]
@@ -36,6 +38,7 @@ def attach(
     strict: bool = False,
     lmdb_bytes: int = 0,
     names: Mapping[str, torch.Tensor] | None = None,
+    group: Group | None = None,
     bounded_every: int = 256,
     max_drift: float = 1e-3,
 ) -> Checkpointer:
@@ -53,7 +56,10 @@ def attach(
     of saving at the next boundary. ``lmdb_bytes`` is the LMDB tier's capacity (0: nine tenths of
     what its disk has; it needs about ``keep`` + 1 whole states and the gradients of
     ``keep * base_every`` steps).
-    ``names`` names tensors of the optimizer that are not in the model.
+    ``names`` names tensors of the optimizer that are not in the model. ``group`` is the ranks of
+    the run: by default those of torch.distributed, where it is initialised with more than one
+    process. Then every rank attaches, with the same arguments, and `Checkpointer.end_step` is the
+    boundary.
 
     Where folds on this machine cannot give the trainer's bits (class ``bounded``: training on a
     GPU) the whole state is kept besides, every ``bounded_every`` steps (at most 256), and compared
@@ -62,15 +68,21 @@ def attach(
 
     What is not supported is refused here, before the store is touched.
     """
-    settings = Settings(
-        policy=policy, window=window, base_every=base_every, full_every=full_every,
-        object_lag=object_lag, keep_bases=keep, start_step=start_step, resume=resume, strict=strict,
-        lmdb_bytes=lmdb_bytes, bounded_every=bounded_every, max_drift=max_drift,
-    )  # fmt: skip
-    bind(model, optimizer, names)
-    session = RunSession.open(store, run, cache=cache, settings=settings)
+    ranks = find_group() if group is None else group
+
+    def checked() -> Settings:
+        bind(model, optimizer, names, ranks)
+        return Settings(
+            policy=policy, window=window, base_every=base_every, full_every=full_every,
+            object_lag=object_lag, keep_bases=keep, start_step=start_step, resume=resume,
+            strict=strict, lmdb_bytes=lmdb_bytes, bounded_every=bounded_every,
+            max_drift=max_drift,
+        )  # fmt: skip
+
+    settings = together(ranks, "arguments of attach", checked)
+    session = RunSession.open(store, run, cache=cache, settings=settings, group=ranks)
     try:
-        return Checkpointer(model, optimizer, session, settings, names)
+        return Checkpointer(model, optimizer, session, settings, names, ranks)
     except BaseException:
         session.close()
         raise

@@ -119,7 +119,7 @@ class BlockWatch:
 
     def _source(self, slot: Slot, role: str) -> torch.Tensor | None:
         if role == slot.section.main_role:
-            return slot.item.tensor
+            return slot.item.local
         found = self._binding.state(slot).get(role)
         return found if isinstance(found, torch.Tensor) else None
 

@@ -28,6 +28,7 @@ from .hooks import StepHooks
 from .layouts import Binding, state_roles
 from .outside import OutsideWatch
 from .pending import PendingGrads
+from .shards import local, odd_gradient, version
 from .stager import GradArea, HostBuffer, Stager, round_into, staged_dtype
 from .updates import CapturedUpdate
 
@@ -147,7 +148,7 @@ class Capture:
             return "a group's flags have changed what state the optimizer keeps"
         for index in self._mine[number]:
             item = self._binding.trained[index].item
-            if item.owner.get(item.key) is not self._params[index]:
+            if item.current is not self._params[index]:
                 return f"parameter {item.name!r} was replaced"
         return ""
 
@@ -204,15 +205,16 @@ class Capture:
         self._early.clear()
 
     def _checked(self, index: int, grad: torch.Tensor) -> torch.Tensor:
+        """The gradient's local tensor, if it is one that can be kept."""
         param = self._params[index]
-        if grad.layout != torch.strided or grad.dtype != param.dtype:
+        kind = odd_gradient(param, grad)
+        if kind:
             assert self._binding is not None
-            kind = "sparse" if grad.layout != torch.strided else f"of {grad.dtype}"
             raise UnsupportedError(
                 f"the gradient of {self._binding.trained[index].item.name!r} is {kind}",
-                hint="use dense gradients (sparse=False) of the parameter's dtype",
+                hint="use dense gradients (sparse=False) of the parameter's dtype and sharding",
             )
-        return grad.detach()
+        return local(grad).detach()
 
     def _held_buffer(self) -> HostBuffer:
         if self._buffer is None:
@@ -238,7 +240,7 @@ class Capture:
                     grads[index] = grad
         if not grads:
             return
-        plain = {index: grad.detach() for index, grad in grads.items()}
+        plain = {index: local(grad).detach() for index, grad in grads.items()}
         rounded = [i for i in grads if self._rounds(i)]
         kept = [i for i in grads if not self._rounds(i)]
         with torch.no_grad():
@@ -252,7 +254,7 @@ class Capture:
                     round_into([views[i] for i in rounded], [plain[i] for i in rounded])
                 copy([views[i] for i in kept], [plain[i] for i in kept])
         for index, grad in grads.items():
-            self._early[index] = (grad, grad._version)
+            self._early[index] = (grad, version(grad))
 
     def _keeps_updates(self) -> bool:
         """Whether updates are kept at all: not where one of the optimizers cannot be folded."""
@@ -360,12 +362,12 @@ class Capture:
             if grad is None:
                 continue
             update.given.add(index)
-            if index in unsteady or (fused and self._walks_otherwise(param, grad)):
+            if index in unsteady or (fused and self._walks_otherwise(local(param), local(grad))):
                 self._watch.mark(index)
             if self._is_staged(index, grad):
                 continue
             if self._rounds(index):
-                target = host_memory(grad.shape, grad)
+                target = host_memory(local(grad).shape, local(grad))
                 update.late[index] = target
             else:
                 target = update.area.views[index]
@@ -391,7 +393,7 @@ class Capture:
         early = self._early.get(index)
         if early is None or early[0] is not grad:
             return False
-        return early[1] == grad._version or self._spoils(index)
+        return early[1] == version(grad) or self._spoils(index)
 
     def left_behind(self) -> tuple[list[int], dict[int, torch.Tensor]]:
         """Trained slots whose gradients are zeroed in place, and those with some still to use."""

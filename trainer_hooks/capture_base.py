@@ -67,7 +67,7 @@ def fill_area(binding: Binding, area: StateArea) -> None:
     for slot in binding.slots:
         name, main = slot.section.name, slot.section.main_role
         targets.append(area.views[name, slot.index, main])
-        sources.append(slot.item.tensor.detach())
+        sources.append(slot.item.local.detach())
         if slot.section.optimizer < 0:
             continue
         state = binding.state(slot)

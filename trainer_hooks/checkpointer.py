@@ -11,29 +11,25 @@ from typing import Any
 import torch
 
 from adacheck_store.config import Settings
-from adacheck_store.format.errors import (
-    AdaCheckError,
-    OrderError,
-    TermError,
-    TierError,
-    UsageError,
-)
-from adacheck_store.format.keys import part_name, rank_name
+from adacheck_store.format.errors import AdaCheckError, OrderError, TermError, TierError, UsageError
+from adacheck_store.group import SOLO, Group
+from adacheck_store.state import PartState
 
-from .assemble import Assembly
+from .assemble import Assembly, StartBoundary
 from .capture import Capture
 from .encode import ClosedBoundary
 from .extras import freeze, thaw
 from .hooks import attached
-from .layouts import Optimizers, bind, listed
-from .load import load, revive_grads
+from .layouts import Binding, Match, Optimizers, bind, listed
+from .load import fitting, load
 from .loader import LoaderPosition
 from .names import Model
 from .rng import set_rng_state
 from .schedule import BaseSchedule
 from .seam import RestoreReport, Session, told
+from .shards import is_sharded
 from .tracked import Tracked
-from .unfolded import TREE, check_trees, described, load_trees, state_trees
+from .unfolded import TREE, state_trees, warn
 
 log = logging.getLogger(__name__)
 
@@ -50,28 +46,25 @@ UPDATES_MAX = 16
 class Checkpointer:
     """A run's hold on a model and its optimizers; all calls are the training thread's.
 
-    With one optimizer and no call of `track` every applied ``optimizer.step()`` is a boundary.
-    Otherwise `end_step` is the boundary, and updating on and on without it is an error. Errors
+    With one process, one optimizer and no call of `track` every applied ``optimizer.step()`` is a
+    boundary. Otherwise `end_step` is, and updating on and on without it is an error. Errors
     of saving do not come out of these calls, unless strict; misuse and the loss of the run to a
     newer writer do.
     """
 
     def __init__(
         self, model: Model, optimizer: Optimizers, session: Session,
-        settings: Settings, names: Mapping[str, torch.Tensor] | None = None,
+        settings: Settings, names: Mapping[str, torch.Tensor] | None = None, group: Group = SOLO,
     ) -> None:  # fmt: skip
         self._optimizers = listed(optimizer)
+        self._model, self._names, self._group = model, names, group
         if any(attached(item) for item in self._optimizers):
             raise OrderError("this optimizer is attached already", hint="close the other one first")
-        unfolded = described(bind(model, self._optimizers, names))
-        if unfolded:
-            log.warning(
-                "updates of %s cannot be folded (class unsupported): the whole state is kept every "
-                "%d steps, and nothing in between", unfolded, settings.full_every,
-            )  # fmt: skip
-        self._model, self._names = model, names
+        warn(self._bind(), settings.full_every)
         self._session, self._settings = session, settings
         self._tracked = Tracked(model, self._optimizers)
+        if group.size > 1:
+            self._tracked.add({})  # ranks count steps alike, whatever a rank's scaler skips
         self._loader = LoaderPosition()
         self._assembly: Assembly | None = None
         self._step = settings.start_step
@@ -111,21 +104,16 @@ class Checkpointer:
         self._must_be_open()
         if self._assembly is not None or self._loading:
             raise OrderError("restore() was called already, or training has begun")
-        self._tracked.check_scheduler()
+        self._session.together("restore", self._tracked.check_scheduler)
         self._restoring = True
         restored = self._session.restore(step=step)
         self._loading = True  # up to here another step may be asked for
         if restored is None:
             self._begin(self._settings.start_step)
             return RestoreReport(step=self._step)
-        tree = restored.extras.get(rank_name(0), {})
-        state = restored.parts[part_name(0)]
-        self._tracked.check(tree)
-        binding = bind(self._model, self._optimizers, self._names)
-        check_trees(tree.get(TREE, {}), binding)
-        load(state, binding, step=restored.step)
-        load_trees(tree.get(TREE, {}), binding)
-        revive_grads(binding, tree.get("held", ()), tree.get("grads") or {})
+        ((state,), (tree,)) = restored.parts.values(), restored.extras.values()
+        binding, matches = self._session.together("load", lambda: self._fit(state, tree))
+        load(state, tree, binding, matches)
         self._tracked.load(tree)
         self._carried = tree.get("carried")
         self._begin(restored.step)
@@ -140,9 +128,21 @@ class Checkpointer:
             reasons=tuple(restored.reasons), tiers=restored.tiers, carried=thaw(self._carried),
         )  # fmt: skip
 
+    def _bind(self) -> Binding:
+        return bind(self._model, self._optimizers, self._names, self._group)
+
+    def _fit(self, state: PartState, tree: Mapping[str, Any]) -> tuple[Binding, list[Match]]:
+        """Find what is wrong with a state for this model, before a tensor is touched."""
+        self._tracked.check(tree)
+        binding = self._bind()
+        return binding, fitting(state, tree, binding, step=state.step)
+
     def _begin(self, step: int) -> None:
-        assembly = Assembly(bind(self._model, self._optimizers, self._names), self._settings)
-        boundary = assembly.start_boundary(step, self._extras(assembly))
+        def prepared() -> tuple[Assembly, StartBoundary]:
+            assembly = Assembly(self._bind(), self._settings)
+            return assembly, assembly.start_boundary(step, self._extras(assembly))
+
+        assembly, boundary = self._session.together("buffers", prepared)
         try:
             self._session.start(
                 assembly.binding.layout, start_step=step, base=boundary.base_of,
@@ -215,7 +215,7 @@ class Checkpointer:
             return
         old = self._assembly.binding
         try:
-            new = bind(self._model, self._optimizers, self._names)
+            new = self._bind()
         except UsageError as error:
             self._refuse(error)
             self._unbound = True
@@ -281,7 +281,7 @@ class Checkpointer:
         """Parameters and buffers that no optimizer has may have come or gone."""
         assert self._assembly is not None
         self._unbound = True  # with what cannot be bound no base would be whole
-        binding = bind(self._model, self._optimizers, self._names)
+        binding = self._bind()
         self._unbound = False
         if not binding.alike(self._assembly.binding):
             self._capture_by(Assembly(binding, self._settings))
@@ -333,6 +333,8 @@ class Checkpointer:
     ) -> torch.Tensor:
         """`torch.nn.utils.clip_grad_norm_`, noting the coefficient: gradients stay half size."""
         norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, **options)
+        if is_sharded(norm):
+            return norm  # to learn the coefficient here would take a collective
         coefficient = torch.clamp(float(max_norm) / (norm.detach() + 1e-6), max=1.0)
         self._capture.observe_scale(coefficient)
         return norm

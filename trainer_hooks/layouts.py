@@ -10,10 +10,12 @@ import torch
 
 from adacheck_store.arrays import dtype_name
 from adacheck_store.format.errors import ModelMismatchError, UnsupportedError
-from adacheck_store.format.layout import Layout, Section, Slice, align, whole_box
+from adacheck_store.format.layout import Layout, Section, Slice, align
+from adacheck_store.group import SOLO, Group
 from adacheck_store.optimizers import OptimizerSpec, find_spec
 
 from .names import Model, NamedTensor, named_tensors
+from .shards import is_sharded, local, piece_of
 
 MISMATCHES_SHOWN = 20
 
@@ -37,6 +39,11 @@ class Slot:
     def piece(self) -> Slice:
         """The slice."""
         return self.section.slices[self.index]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the piece as it lies here: of the local tensor."""
+        return tuple(self.item.local.shape)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,9 +82,14 @@ class Binding:
         return found
 
     def state(self, slot: Slot) -> Mapping[str, Any]:
-        """The optimizer's state of a slot's parameter, possibly empty."""
+        """The optimizer's state of a slot's parameter, possibly empty; tensors are local ones."""
         optimizer = self.optimizers[slot.section.optimizer]
         found: Mapping[str, Any] = optimizer.state.get(slot.item.tensor, {})
+        if is_sharded(slot.item.tensor):
+            return {
+                key: local(value) if isinstance(value, torch.Tensor) else value
+                for key, value in found.items()
+            }
         return found
 
     def present(self, slot: Slot) -> bool:
@@ -87,13 +99,19 @@ class Binding:
 
 
 def bind(
-    model: Model, optimizer: Optimizers, names: Mapping[str, torch.Tensor] | None = None
-) -> Binding:
-    """The layout of a model and its optimizers as they stand; refuses what is not supported."""
+    model: Model, optimizer: Optimizers, names: Mapping[str, torch.Tensor] | None = None,
+    group: Group = SOLO,
+) -> Binding:  # fmt: skip
+    """The layout of a model and its optimizers as they stand; refuses what is not supported.
+
+    Of tensors that are sharded over the ranks of ``group`` it has this rank's pieces.
+    """
     optimizers = listed(optimizer)
     specs = tuple(checked_spec(item) for item in optimizers)
     dense = all(spec.foldable for spec in specs)
     items = named_tensors(model, optimizers, names, dense=dense)
+    if not dense:
+        _refuse_shards(items, specs)
     groups = _groups_of(optimizers, items)
     by_key: dict[_Key, list[tuple[NamedTensor, int]]] = {}
     for item in items:
@@ -107,7 +125,7 @@ def bind(
     sections, slots = [], []
     used: dict[str, int] = {}
     for key, members in by_key.items():
-        section = _section(key, members, used)
+        section = _section(key, members, used, group)
         sections.append(section)
         slots += [Slot(section, i, item) for i, (item, _) in enumerate(members)]
     return Binding(
@@ -118,6 +136,17 @@ def bind(
         trained=tuple(slot for slot in slots if slot.section.optimizer >= 0),
         outside=tuple(slot for slot in slots if slot.section.optimizer < 0),
     )
+
+
+def _refuse_shards(items: Sequence[NamedTensor], specs: Sequence[OptimizerSpec]) -> None:
+    """What is kept whole is kept as trees, which hold plain tensors."""
+    sharded = next((item.name for item in items if item.held is not None), None)
+    if sharded is not None:
+        names = ", ".join(spec.name for spec in specs if not spec.foldable)
+        raise UnsupportedError(
+            f"{names} cannot be folded, and parameter {sharded!r} is sharded",
+            hint="shard models with an optimizer that can be folded; see docs/exactness.md",
+        )
 
 
 def listed(optimizer: Any) -> tuple[torch.optim.Optimizer, ...]:
@@ -226,7 +255,7 @@ def _key(
 
 
 def _section(
-    key: _Key, members: Sequence[tuple[NamedTensor, int]], used: dict[str, int]
+    key: _Key, members: Sequence[tuple[NamedTensor, int]], used: dict[str, int], group: Group
 ) -> Section:
     optimizer, roles = key
     role, dtype = roles[0]
@@ -234,11 +263,11 @@ def _section(
     used[stem] = used.get(stem, 0) + 1
     name = stem if used[stem] == 1 else f"{stem}.{used[stem]}"
     slices, offset = [], 0
-    for item, group in members:
-        shape = tuple(item.tensor.shape)
+    for item, number in members:
+        here = piece_of(item.tensor, group)
         piece = Slice(
-            name=item.name, shape=shape, boxes=(whole_box(shape),), offset=offset, group=group,
-            aliases=item.aliases,
+            name=item.name, scope=here.scope, shape=here.shape, boxes=here.boxes, offset=offset,
+            group=number, aliases=item.aliases,
         )  # fmt: skip
         slices.append(piece)
         offset = align(offset + piece.elements)
@@ -329,6 +358,16 @@ def _differences(slot: Slot, section: Section, piece: Slice) -> list[str]:
         for what, theirs, ours in pairs
         if theirs != ours
     ]
-    if not piece.whole:
-        wrong.append(f"{name!r}: the chain holds only a piece of it")
+    if not wrong and (piece.scope, piece.flat, piece.boxes) != (mine.scope, None, mine.boxes):
+        wrong.append(f"sharding of {name!r}: the chain has {_held(piece)}, this run {_held(mine)}")
     return wrong
+
+
+def _held(piece: Slice) -> str:
+    """What a slice is of its tensor, in words."""
+    of = f" of {piece.scope} alone" if piece.scope else ""
+    if piece.whole:
+        return f"the whole{of}"
+    boxes = [":".join(map(str, side)) for box in piece.boxes for side in box]
+    what = f"elements {piece.flat}" if piece.flat is not None else f"[{', '.join(boxes)}]"
+    return what + of

@@ -19,31 +19,49 @@ from adacheck_store.optimizers import IMPLEMENTATION_FLAGS, OptimizerSpec
 from adacheck_store.state import PartState
 
 from .layouts import MISMATCHES_SHOWN, Binding, Match, compare
+from .shards import local
 from .stager import shaped
+from .unfolded import TREE, check_trees, load_trees
 
 
-def load(state: PartState, binding: Binding, **place: Any) -> None:
-    """Put a state into the tensors of a binding and into its optimizer.
+def fitting(
+    state: PartState, tree: Mapping[str, Any], binding: Binding, **place: Any
+) -> list[Match]:
+    """What of a state goes where in a binding; changes nothing.
 
-    Raises `ModelMismatchError` before anything is changed if the model is not the chain's.
+    Raises `ModelMismatchError` if the model is not the chain's.
+    """
+    check_trees(tree.get(TREE, {}), binding)
+    matches = compare(binding, state.layout, _group_counts(state, binding), **place)
+    _check_arrays(state, matches, place)
+    return matches
+
+
+def load(
+    state: PartState, tree: Mapping[str, Any], binding: Binding, matches: Sequence[Match]
+) -> None:
+    """Put a state into the tensors of a binding and into its optimizer, as `fitting` says.
+
+    What the extra's ``tree`` has of optimizers and gradients goes with it.
+
     Optimizer state gets fresh tensors of the recorded dtype; parameters, buffers and a learning
     rate that is a tensor keep their objects. Implementation flags stay as the user set them.
     """
-    matches = compare(binding, state.layout, _group_counts(state, binding), **place)
-    _check_arrays(state, matches, place)
     with torch.no_grad():
         for match in matches:
             source = _values(state, match, match.section.main_role)
-            write(match.slot.item.tensor, source)
+            write(match.slot.item.local, source)
         for optimizer, groups in zip(binding.optimizers, state.boundary, strict=True):
             for group, values in zip(optimizer.param_groups, groups, strict=True):
                 _load_group(group, values)
         for match in matches:
             if match.section.optimizer >= 0:
                 _load_state(state, match, binding)
+    load_trees(tree.get(TREE, {}), binding)
+    _revive_grads(binding, tree.get("held", ()), tree.get("grads") or {})
 
 
-def revive_grads(
+def _revive_grads(
     binding: Binding, held: bool | Sequence[str], grads: Mapping[str, torch.Tensor]
 ) -> None:
     """Give parameters the gradients that the next update builds on.
@@ -56,7 +74,8 @@ def revive_grads(
         param = slot.item.tensor
         param.grad = None
         if slot.item.name in grads:
-            param.grad = torch.empty_like(param).copy_(grads[slot.item.name])
+            param.grad = torch.empty_like(param)
+            local(param.grad).copy_(grads[slot.item.name])
         elif names is None or slot.item.name in names:
             param.grad = torch.zeros_like(param)
 
@@ -72,7 +91,8 @@ def write(target: torch.Tensor, source: torch.Tensor) -> None:
 
 def _values(state: PartState, match: Match, role: str) -> torch.Tensor:
     piece = match.section.slices[match.index]
-    return shaped(state.arrays[f"{match.section.name}/{role}"], piece.offset, piece.shape)
+    array = state.arrays[f"{match.section.name}/{role}"]
+    return shaped(array, piece.offset, match.slot.shape)
 
 
 def _group_counts(state: PartState, binding: Binding) -> list[str]:
@@ -154,7 +174,7 @@ def _load_state(state: PartState, match: Match, binding: Binding) -> None:
             param, dtype=torch_dtype(section.dtypes[role]), requires_grad=False,
             memory_format=torch.preserve_format,
         )  # fmt: skip
-        tensor.copy_(_values(state, match, role))
+        local(tensor).copy_(_values(state, match, role))
         fresh[role] = tensor
     binding.optimizers[match.slot.section.optimizer].state[param] = fresh
 

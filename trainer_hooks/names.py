@@ -11,6 +11,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from adacheck_store.format.errors import NameRefusedError, UnsupportedError
 
+from .shards import is_sharded, local, refusal
+
 Model = torch.nn.Module | Sequence[torch.nn.Module]
 
 _WRAPPERS = (DataParallel, DistributedDataParallel)
@@ -20,7 +22,8 @@ _WRAPPERS = (DataParallel, DistributedDataParallel)
 class NamedTensor:
     """A parameter or buffer by its canonical name.
 
-    ``owner[key]`` is the tensor as it stands now: modules replace buffers by assignment.
+    ``owner[key]`` is the tensor as it stands now: modules replace buffers by assignment. A
+    sharded one is ``held``: FSDP2 puts the whole tensor in its place during forward and backward.
     ``aliases`` are the further names of a tied tensor, in the order of the walk.
     """
 
@@ -29,11 +32,22 @@ class NamedTensor:
     key: str
     parameter: bool
     aliases: tuple[str, ...] = ()
+    held: torch.Tensor | None = None
+
+    @property
+    def local(self) -> torch.Tensor:
+        """What this rank holds of the tensor: a plain one."""
+        return local(self.tensor)
+
+    @property
+    def current(self) -> torch.Tensor | None:
+        """The tensor that stands there now, if one does."""
+        return self.owner.get(self.key) if self.held is None else self.held
 
     @property
     def tensor(self) -> torch.Tensor:
         """The tensor that stands there now; raises `UnsupportedError` if there is none."""
-        found = self.owner.get(self.key)
+        found = self.current
         if not isinstance(found, torch.Tensor):
             raise UnsupportedError(
                 f"tensor {self.name!r} is gone from the model",
@@ -65,7 +79,7 @@ def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
         if type(module).__name__ == "FullyShardedDataParallel":
             raise UnsupportedError(
                 "FullyShardedDataParallel (FSDP1) is not supported",
-                hint="sharded training is not supported yet; FSDP2 will be, FSDP1 will not",
+                hint="use FSDP2 (torch.distributed.fsdp.fully_shard)",
             )
         inner = module._modules.get("_orig_mod")
         if inner is None and isinstance(module, _WRAPPERS):
@@ -110,6 +124,8 @@ def named_tensors(
         for path, part in walk(module):
             if dense:
                 _check_module(path, part)
+            if hasattr(part, "_get_fsdp_state"):  # after an evaluation it has the whole tensors
+                part.reshard()  # type: ignore[operator]
             places: tuple[tuple[dict[str, Any], bool], ...]
             places = ((part._parameters, True), (part._buffers, False))
             for owner, parameter in places:
@@ -152,7 +168,8 @@ def _add(
         )
     known = by_id.get(id(value))
     if known is None:
-        by_id[id(value)] = NamedTensor(name, owner, key, parameter)
+        held = value if is_sharded(value) else None
+        by_id[id(value)] = NamedTensor(name, owner, key, parameter, held=held)
     elif name not in known.names:
         known.aliases = (*known.aliases, name)
 
@@ -176,12 +193,12 @@ def _check_optimizer(
 
 
 def _check_kind(item: NamedTensor) -> None:
-    tensor = item.tensor
-    kind = ""
-    if torch.nn.parameter.is_lazy(tensor):
+    tensor = item.local
+    kind, hint = refusal(item.tensor), "shard with Shard or Replicate along each mesh dimension"
+    if kind:
+        pass
+    elif torch.nn.parameter.is_lazy(tensor):
         kind, hint = "is not initialised yet", "run a forward pass before attach"
-    elif hasattr(tensor, "placements") or type(tensor).__name__ in ("DTensor", "ShardedTensor"):
-        kind, hint = "is a DTensor", "sharded training is not supported yet"
     elif tensor.is_meta:
         kind, hint = "is on the meta device", "materialise the model before attach"
     elif tensor.layout != torch.strided:

@@ -21,6 +21,7 @@ from adacheck_store.format.ids import block_digest
 
 from .copies import copy, host_memory
 from .layouts import Binding, Slot
+from .shards import local, version
 from .stager import HostBuffer
 
 Mark = tuple[int, int]
@@ -46,7 +47,7 @@ class SetCopy:
 
 def mark_of(tensor: torch.Tensor) -> Mark:
     """What of an edit can be seen without reading the tensor."""
-    return (tensor._version, tensor.data_ptr())
+    return (version(tensor), local(tensor).data_ptr())
 
 
 class OutsideWatch:
@@ -113,23 +114,23 @@ class OutsideWatch:
             tensor = _checked(slot)
             target = buffer.outside.get(number)
             if target is None:
-                mark = mark_of(tensor)
+                mark = mark_of(slot.item.tensor)
                 unseen = self.replayed and not slot.item.parameter
                 if mark == self._outside[number] and not unseen:
                     continue
                 self._outside[number] = mark
-                target = host_memory(slot.piece.shape, tensor)
+                target = host_memory(slot.shape, tensor)
             targets.append(target)
             sources.append(tensor.detach())
             kept.append(SetCopy(slot, slot.section.main_role, target))
         for index in sorted(self._edited):
             slot = self._binding.trained[index]
             state = self._binding.state(slot)
-            tensors: dict[str, Any] = {slot.section.main_role: slot.item.tensor}
+            tensors: dict[str, Any] = {slot.section.main_role: slot.item.local}
             tensors |= {role: state.get(role) for role in slot.section.state_roles}
             for role, source in tensors.items():
                 if isinstance(source, torch.Tensor):
-                    target = host_memory(slot.piece.shape, source)
+                    target = host_memory(slot.shape, source)
                     targets.append(target)
                     sources.append(source.detach())
                     kept.append(SetCopy(slot, role, target))
@@ -140,8 +141,8 @@ class OutsideWatch:
 
 
 def _checked(slot: Slot) -> torch.Tensor:
-    tensor = slot.item.tensor
-    if tensor.shape != slot.piece.shape or tensor.layout != torch.strided:
+    tensor = slot.item.local
+    if slot.item.tensor.shape != slot.piece.shape or tensor.layout != torch.strided:
         raise UnsupportedError(
             f"{slot.section.main_role} {slot.item.name!r} has shape {tuple(tensor.shape)} now, "
             f"it had {slot.piece.shape}",

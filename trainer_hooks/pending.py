@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from .copies import host_copy, remote
+from .shards import local, version
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ class PendingGrads:
                 continue
             before = self._used.get(id(param))
             kept = before is not None and before.grad() is grad
-            self._used[id(param)] = _Used(weakref.ref(grad), grad._version, kept)
+            self._used[id(param)] = _Used(weakref.ref(grad), version(grad), kept)
 
     def _say_dropped(self, params: Sequence[torch.Tensor]) -> None:
         """Say once that boundaries keep gradients which the loop then drops.
@@ -82,10 +83,11 @@ class PendingGrads:
             if grad is None:
                 continue
             used = self._used.get(id(param))
-            fresh = used is None or used.grad() is not grad or used.version != grad._version
+            fresh = used is None or used.grad() is not grad or used.version != version(grad)
             if fresh and grad.layout == torch.strided:
-                if remote(grad) or _some(grad.detach()):
-                    grads[index] = host_copy(grad)
+                inner = local(grad).detach()
+                if remote(inner) or _some(inner):
+                    grads[index] = host_copy(inner)
                     if id(param) in self._recent:  # else an update was skipped
                         self._left[id(param)] = weakref.ref(grad)
                 else:

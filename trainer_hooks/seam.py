@@ -6,11 +6,13 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from adacheck_store.boundary import Boundary, Link
 from adacheck_store.format.layout import Layout
 from adacheck_store.format.record import Record
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +29,10 @@ class Session(Protocol):
         base: Callable[[Link], Record], extra: Callable[[Link], Record],
     ) -> None:  # fmt: skip
         """Write the manifest, and a first base where the chain needs one."""
+        ...
+
+    def together(self, what: str, work: Callable[[], T]) -> T:
+        """Do something on every rank; where it fails on any, all raise."""
         ...
 
     def append(self, boundary: Boundary) -> None:

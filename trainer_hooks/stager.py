@@ -44,7 +44,7 @@ class GradArea:
             if section.optimizer == optimizer
         }
         self.views = {
-            index: shaped(self.grads[slot.section.name], slot.piece.offset, slot.piece.shape)
+            index: shaped(self.grads[slot.section.name], slot.piece.offset, slot.shape)
             for index, slot in enumerate(binding.trained)
             if slot.section.optimizer == optimizer
         }
@@ -72,9 +72,7 @@ class HostBuffer(Landing):
         for number, slot in enumerate(binding.outside):
             dtype = torch_dtype(slot.section.roles[0][1])
             if slot.piece.elements * dtype.itemsize <= SMALL_BYTES:
-                self.outside[number] = self._zeros(slot.piece.elements, dtype).view(
-                    slot.piece.shape
-                )
+                self.outside[number] = self._zeros(slot.piece.elements, dtype).view(slot.shape)
         self.scratch: dict[Any, Any] = {}
 
     def _zeros(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
@@ -128,7 +126,7 @@ class StateArea(Landing):
                 self.arrays[f"{section.name}/{role}"] = flat
         self.views = {
             (slot.section.name, slot.index, role): shaped(
-                self.arrays[f"{slot.section.name}/{role}"], slot.piece.offset, slot.piece.shape
+                self.arrays[f"{slot.section.name}/{role}"], slot.piece.offset, slot.shape
             )
             for slot in binding.slots
             for role, _ in slot.section.roles
@@ -144,8 +142,8 @@ class Stager:
     def __init__(
         self, binding: Binding, *, policy: str, window: int, block_bytes: int, timeout_s: float
     ) -> None:
-        self.device = any(remote(slot.item.tensor) for slot in binding.slots)
-        self._pinned = any(slot.item.tensor.is_cuda for slot in binding.slots)
+        self.device = any(remote(slot.item.local) for slot in binding.slots)
+        self._pinned = any(slot.item.local.is_cuda for slot in binding.slots)
         self._binding = binding
         self._timeout_s = timeout_s
         self._free: queue.LifoQueue[HostBuffer] = queue.LifoQueue(maxsize=window + 1)

@@ -6,6 +6,7 @@ Nothing is known of such an optimizer but what torch asks of all: it keeps its s
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -17,6 +18,8 @@ from .extras import freeze, thaw
 from .held import typed_keys
 from .layouts import Binding
 
+log = logging.getLogger(__name__)
+
 TREE = "optimizers"
 """Name of the trees in the extra: optimizer number -> tree."""
 
@@ -25,6 +28,16 @@ def described(binding: Binding) -> str:
     """Which optimizers of a binding cannot be folded, and why; empty if all can."""
     found = [f"{spec.name} ({spec.why})" for spec in binding.specs if not spec.foldable]
     return ", ".join(found)
+
+
+def warn(binding: Binding, full_every: int) -> None:
+    """Say what is not kept because of such optimizers."""
+    names = described(binding)
+    if names:
+        log.warning(
+            "updates of %s cannot be folded (class unsupported): the whole state is kept every "
+            "%d steps, and nothing in between", names, full_every,
+        )  # fmt: skip
 
 
 def state_trees(binding: Binding) -> dict[str, Any]:

@@ -1,0 +1,167 @@
+"""Candidates: carrying out the plan of the newest provable step, or where that fails the next.
+
+A block that no tier has right ends in a new plan without it: the newest older provable step is
+taken, and said. Never guess. In a group rank 0 plans, and all ranks go from candidate to
+candidate together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from adacheck_store.format.errors import (
+    AdaCheckError,
+    ChainBrokenError,
+    ReplayMismatchError,
+    RestoreError,
+)
+from adacheck_store.tiers.base import Tier
+
+from .catalog import Catalog, read_catalog
+from .fetch import BlocksLostError, Fetcher
+from .group import SOLO, Group, lead, share
+from .plan_json import decode_plan, encode_plan
+from .recovery import RestorePlan, plan_restore
+
+T = TypeVar("T")
+
+REASONS_MAX = 20
+"""Damaged records named when steps were lost to them."""
+
+REASON_MAX = 2000
+"""Characters of a reason that are kept."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome(Generic[T]):
+    """A plan that was carried out: what the work gave, and why newer steps were not taken."""
+
+    plan: RestorePlan
+    result: T
+    fetcher: Fetcher
+    lost: int
+    reasons: tuple[str, ...]
+
+
+class _Planner:
+    """Plans on rank 0, again and again: each time without what was found damaged meanwhile."""
+
+    def __init__(self, catalog: Catalog, step: int | None, term: str) -> None:
+        self._catalog = catalog
+        self._step, self._term = step, term
+        self._newest = -1
+        self._reasons: list[str] = []
+        self._damage: AdaCheckError | None = None
+
+    def plan(self) -> RestorePlan:
+        """The newest step left (or the one asked for), with all reasons why it is not newer."""
+        try:
+            plan = plan_restore(self._catalog, self._step, self._term)
+        except RestoreError as error:
+            raise _with_damage(error, self._damage) from self._damage
+        self._newest = max(self._newest, plan.newest)
+        lost = self._step is None and plan.step < self._newest
+        unread = _unread(self._catalog, lost)
+        return dataclasses.replace(
+            plan, newest=self._newest, reasons=(*plan.reasons, *self._reasons, *unread)
+        )
+
+    def learn(self, plan: RestorePlan, harms: Sequence[Mapping[str, Any]]) -> None:
+        """Leave out what a rank could not use of a plan."""
+        for harm in harms:
+            if not harm:
+                continue
+            self._reasons.append(harm["why"])
+            if "last_match" in harm:
+                self._catalog = _end_chain(self._catalog, plan, harm["last_match"])
+            else:
+                self._catalog = self._catalog.without(map(tuple, harm["lost"]))
+
+    def blame(self, damage: AdaCheckError | None) -> None:
+        """Remember what this rank met, for the refusal that may follow from it."""
+        self._damage = damage or self._damage
+
+
+def carry_out(
+    tiers: Sequence[Tier], run: str, work: Callable[[Fetcher, RestorePlan], T], *,
+    step: int | None = None, term: str = "", catalog: Catalog | None = None,
+    group: Group = SOLO, check: Callable[[RestorePlan], None] = lambda plan: None,
+) -> Outcome[T]:  # fmt: skip
+    """Plan, and do ``work``; where it meets damage, again with the newest step left without it.
+
+    ``work`` is done once for every plan tried: it must begin anew each time. In a group rank 0
+    plans, all do their work, and all go on to the next plan or return. ``check`` may refuse a
+    plan. Raises `RestoreError`, `NotProvableError`, or what made every candidate fail.
+    """
+    if catalog is None:
+        catalog = read_catalog(tiers, run)
+    planner = _Planner(catalog, step, term)
+
+    def planned() -> RestorePlan:
+        plan = planner.plan()
+        check(plan)
+        return plan
+
+    while True:
+        plan = lead(group, "plan", planned, encode=encode_plan, decode=decode_plan)
+        fetcher = Fetcher(tiers)
+        results: list[T] = []
+        damages: list[AdaCheckError] = []
+
+        def attempt() -> dict[str, Any]:
+            try:
+                results.append(work(fetcher, plan))  # noqa: B023  # used in this round alone
+            except (BlocksLostError, ReplayMismatchError) as error:
+                damages.append(error)  # noqa: B023
+                return _harm(error)
+            return {}
+
+        harms = share(group, "fetch", attempt)
+        if not any(harms):
+            lost = plan.newest - plan.step if step is None else 0
+            return Outcome(
+                plan=plan, result=results[0], fetcher=fetcher, lost=lost, reasons=plan.reasons
+            )
+        planner.blame(damages[0] if damages else None)
+        if group.rank == 0:
+            planner.learn(plan, harms)
+
+
+def _harm(error: BlocksLostError | ReplayMismatchError) -> dict[str, Any]:
+    """Damage that was met, as JSON."""
+    why = str(error)[:REASON_MAX].encode("utf-8", "replace").decode()
+    if isinstance(error, ReplayMismatchError):
+        return {"why": why, "last_match": error.last_match}
+    return {"why": why, "lost": [list(pair) for pair in error.lost]}
+
+
+def _unread(catalog: Catalog, lost: bool) -> list[str]:
+    """Tiers that could not be read, and where steps were lost, records: unknown, not absent."""
+    tiers = [f"unknown: {trouble.error}" for trouble in catalog.troubles if not trouble.key]
+    records = [str(trouble.error) for trouble in catalog.troubles if trouble.key]
+    return tiers + (records[:REASONS_MAX] if lost else [])
+
+
+def _with_damage(error: RestoreError, damage: AdaCheckError | None) -> RestoreError:
+    """A refusal that also says which damage led to it."""
+    if damage is not None:
+        error.message = f"{error.message}: {damage.message}"
+        error.at(**damage.place)
+    return error
+
+
+def _end_chain(catalog: Catalog, plan: RestorePlan, last_match: int) -> Catalog:
+    """Leave out the deltas of the plan's chains after the last step that agreed."""
+    lost = [
+        (tier, ref.key)
+        for part in plan.parts
+        for ref in part.deltas
+        if ref.step > last_match
+        for tier in ref.tiers
+    ]
+    if not lost:
+        raise ChainBrokenError("a fold differs, and no delta is left to leave out", run=plan.run)
+    return catalog.without(lost)

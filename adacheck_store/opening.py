@@ -1,0 +1,228 @@
+"""Opening a term: layouts, first records and the one manifest, in an order that a kill may cut.
+
+1. Every rank puts its layout into the far tier.
+2. Every rank puts layout, manifest and, where its chain starts anew, a captured base and an extra
+   into its near tier.
+3. Rank 0 puts the manifest into the far tier: from here on the term has begun.
+
+Each is synced, and done by all before the next begins. A term without parent that was cut before
+3 has trained nothing, and is passed over (`without_unbegun`); one with a parent can be restored
+from its parent's records.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from adacheck_store.format.errors import AdaCheckError
+from adacheck_store.format.keys import (
+    Term,
+    base_key,
+    extra_key,
+    layout_key,
+    manifest_key,
+    parse_key,
+    part_name,
+    rank_name,
+)
+from adacheck_store.format.layout import Layout
+from adacheck_store.format.manifest import Manifest, PartEntry
+from adacheck_store.format.record import Record
+from adacheck_store.tiers.base import RecordSource, Tier
+
+from .boundary import Link
+from .catalog import Catalog, make_ref, read_catalog
+from .config import Settings, writer_info
+from .drain import missing_below
+from .group import Group, lead, same, share, together
+from .recovery import Prover, RestorePlan, tolerant_line
+from .restore import Restored
+from .store import Store
+from .tail import Tail
+
+MakeRecord = Callable[[Link], Record]
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A term that has begun: its manifest, and what writer and upkeep of this rank start from."""
+
+    manifest: Manifest
+    link: Link
+    tail: Tail
+    backlog: list[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opening:
+    """Opens a term for a part and a rank; ``restored`` is what it goes on from, if anything.
+
+    ``base`` and ``extra`` make records of the live state, where it is needed.
+    """
+
+    store: Store
+    run: str
+    term: Term
+    group: Group
+    settings: Settings
+    restored: Restored | None
+    base: MakeRecord
+    extra: MakeRecord
+
+    @property
+    def part(self) -> str:
+        """This rank's part."""
+        return part_name(self.group.rank)
+
+    @property
+    def rank(self) -> str:
+        """This rank's name."""
+        return rank_name(self.group.rank)
+
+    def open(self, layout: Layout, start_step: int) -> Opened:
+        """Open the term, begun at what was restored or at ``start_step``."""
+        sealed = layout.seal(self.run)
+        shape = RecordSource(str(layout_key(self.run, sealed.id)), Record(sealed, {}))
+        layouts = share(self.group, "layouts", lambda: self._publish(shape))
+        manifest = self._manifest(layouts, start_step)
+        head = manifest.seal(writer_info())
+        step = manifest.step
+        link = Link(
+            run=self.run, term=str(self.term), part=self.part, rank=self.rank, parent=head.id,
+            manifest=head.id, layout=sealed.id,
+        )  # fmt: skip
+        document = RecordSource(str(manifest_key(self.run, link.term, step)), Record(head, {}))
+        tail = self._inherited(sealed.id)
+        first = together(
+            self.group, "first records",
+            lambda: self._keep([shape, document], link, step, anew=tail is None),
+        )  # fmt: skip
+        same(self.group, "manifest", {"the manifest": head.id})
+        if not lead(self.group, "begin", lambda: self._begin(document)):
+            first = together(
+                self.group, "fork state",
+                lambda: first or self._keep([], link, step, anew=True),
+            )  # fmt: skip
+        if first:
+            tail = self._tail(first)
+        assert tail is not None
+        backlog = [source.key for source in first]
+        if self.store.near is not self.store.far:
+            backlog += self._inherited_backlog()
+        return Opened(manifest, link, tail, backlog)
+
+    def _publish(self, shape: RecordSource) -> str:
+        """Put the layout where the manifest that names it will be; its id."""
+        far = self.store.far
+        far.put([shape])
+        far.sync()
+        return shape.record.sealed.id
+
+    def _manifest(self, layouts: list[str], start_step: int) -> Manifest:
+        """The term's first manifest, alike on all ranks."""
+        parts = tuple(
+            PartEntry(name=part_name(number), layout=layout, sources=(number,), owner=number)
+            for number, layout in enumerate(layouts)
+        )
+        manifest = Manifest(
+            run=self.run, term=str(self.term), step=start_step, parts=parts,
+            ranks=tuple(rank_name(number) for number in range(self.group.size)),
+            settings={"base_every": self.settings.base_every, "policy": self.settings.policy},
+        )  # fmt: skip
+        restored = self.restored
+        if restored is None:
+            return manifest
+        return dataclasses.replace(
+            manifest, step=restored.step, parent_term=restored.plan.term,
+            fork_step=restored.step,
+            tips={part.part: part.link for part in restored.plan.parts},
+        )  # fmt: skip
+
+    def _inherited(self, layout_id: str) -> Tail | None:
+        """What the next fold starts from, where the chain goes on with the parent's records.
+
+        What was folded by another arithmetic than the trainer's is no part of the new chain: a
+        third machine would have it otherwise. It begins with what was loaded.
+        """
+        restored = self.restored
+        if restored is None or restored.certificate.exactness == "bounded":
+            return None
+        plan = next((part for part in restored.plan.parts if part.part == self.part), None)
+        if plan is None or plan.layout != layout_id:
+            return None
+        return Tail(base=plan.base, deltas=list(plan.deltas))
+
+    def _keep(
+        self, documents: list[RecordSource], link: Link, step: int, *, anew: bool
+    ) -> list[RecordSource]:
+        """Put documents, and if ``anew`` a captured base and its extra, into the near tier."""
+        first = [] if not anew else [
+            RecordSource(str(base_key(self.run, link.term, link.part, step)), self.base(link)),
+            RecordSource(str(extra_key(self.run, link.term, link.rank, step)), self.extra(link)),
+        ]  # fmt: skip
+        self.store.near.put([*documents, *first])
+        self.store.near.sync()
+        return first
+
+    def _begin(self, document: RecordSource) -> bool:
+        """Make the term known to all; whether the state it begins with is still there.
+
+        A writer of the parent that took our claim for dead may have raised its floors meanwhile.
+        """
+        if self.store.near is not self.store.far:
+            self.store.far.put([document])
+            self.store.far.sync()
+        if self.restored is None:
+            return True
+        catalog = read_catalog(self.store.tiers, self.run)
+        line = tolerant_line(catalog, self.restored.plan.term)
+        return isinstance(Prover(catalog, line).prove(self.restored.step), RestorePlan)
+
+    def _tail(self, first: list[RecordSource]) -> Tail:
+        tail = Tail()
+        for source in first:
+            sealed = source.record.sealed
+            if sealed.head.kind == "base":
+                tail.add(make_ref(parse_key(source.key), sealed, (self.store.near.traits.name,)))
+        return tail
+
+    def _inherited_backlog(self) -> list[str]:
+        """Records of this rank on the line up to the fork that the far tier has not received."""
+        if self.restored is None:
+            return []
+        line = tolerant_line(read_catalog(self.store.tiers, self.run))
+        missing = missing_below(self.store.uppers, self.store.far, self.run, line)
+        shared = ("layout", "manifest")
+        return [
+            text for text in missing
+            for key in [parse_key(text)]
+            if key.kind in shared or key.part in (self.part, self.rank)
+        ]  # fmt: skip
+
+
+def without_unbegun(catalog: Catalog, far: Tier) -> Catalog:
+    """The catalog less the terms that were claimed and never begun, as far as that can be told.
+
+    Such a term has no parent, no manifest in the far tier, which has its claim, and no record
+    but those it was to begin with.
+    """
+    claimed = {claim.term for claim in catalog.claims}
+    gone = set()
+    for manifest in catalog.manifests.values():
+        if manifest.parent_term or manifest.term not in claimed:
+            continue
+        tables = (catalog.bases, catalog.deltas, catalog.extras)
+        later = any(
+            term == manifest.term and any(ref.step > manifest.step for ref in refs)
+            for table in tables for (term, _), refs in table.items()
+        )  # fmt: skip
+        try:
+            begun = later or any(far.list(f"{catalog.run}/{manifest.term}/manifest/"))
+        except AdaCheckError:
+            begun = True
+        if not begun:
+            gone.add(manifest.term)
+    kept = {key: item for key, item in catalog.manifests.items() if item.term not in gone}
+    return dataclasses.replace(catalog, manifests=kept)

@@ -1,0 +1,107 @@
+"""Restore plans as JSON: what rank 0 sends to the other ranks; strict, typed, no pickle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Any
+
+from adacheck_store.format import strict
+from adacheck_store.format.errors import GroupError
+from adacheck_store.format.head import decode_head
+from adacheck_store.format.manifest import decode_manifest
+
+from .catalog import RecordRef
+from .recovery import PartPlan, RestorePlan
+
+REASONS_MAX = 50
+TEXT_MAX = 2000
+"""Characters of a reason that are passed on."""
+
+
+def encode_plan(plan: RestorePlan) -> Any:
+    """The plan as JSON."""
+    return {
+        "run": plan.run, "term": plan.term, "step": plan.step, "newest": plan.newest,
+        "manifest": plan.manifest.seal().raw.decode(), "manifest_id": plan.manifest_id,
+        "parts": [
+            {
+                "part": part.part, "layout": part.layout, "link": part.link,
+                "base": _encode_ref(part.base), "deltas": [_encode_ref(r) for r in part.deltas],
+            }
+            for part in plan.parts
+        ],
+        "extras": {rank: [_encode_ref(r) for r in refs] for rank, refs in plan.extras.items()},
+        "reasons": [_clean(reason) for reason in plan.reasons[:REASONS_MAX]],
+    }  # fmt: skip
+
+
+def decode_plan(value: Any) -> RestorePlan:
+    """Inverse of `encode_plan`; raises `GroupError` for anything else."""
+    try:
+        found = strict.fields(
+            value, "run", "term", "step", "newest", "manifest", "manifest_id", "parts", "extras",
+            "reasons",
+        )  # fmt: skip
+        head = decode_head(found["manifest"].encode())
+        return RestorePlan(
+            run=strict.text(found["run"]), term=strict.text(found["term"]),
+            step=strict.count(found["step"]), newest=strict.count(found["newest"]),
+            manifest=decode_manifest(head), manifest_id=strict.text(found["manifest_id"]),
+            parts=tuple(_decode_part(item) for item in strict.items(found["parts"])),
+            extras={
+                strict.text(rank): _refs(refs)
+                for rank, refs in strict.fields(found["extras"]).items()
+            },
+            reasons=tuple(strict.text(text) for text in strict.items(found["reasons"])),
+        )  # fmt: skip
+    except (ValueError, TypeError, AttributeError) as error:
+        raise GroupError(f"rank 0 sent no restore plan: {error}"[:400]) from error
+
+
+def _decode_part(value: Any) -> PartPlan:
+    found = strict.fields(value, "part", "layout", "link", "base", "deltas")
+    return PartPlan(
+        part=strict.text(found["part"]), layout=strict.text(found["layout"]),
+        link=strict.text(found["link"]), base=_decode_ref(found["base"]),
+        deltas=_refs(found["deltas"]),
+    )  # fmt: skip
+
+
+def _refs(value: Any) -> tuple[RecordRef, ...]:
+    return tuple(_decode_ref(item) for item in strict.items(value))
+
+
+def _encode_ref(ref: RecordRef) -> dict[str, Any]:
+    return {
+        field.name: list(value) if isinstance(value, tuple) else value
+        for field in fields(ref)
+        for value in [getattr(ref, field.name)]
+    }
+
+
+def _decode_ref(value: Any) -> RecordRef:
+    found = strict.fields(value, *(field.name for field in fields(RecordRef)))
+    return RecordRef(**{f.name: _CASTS[str(f.type)](found[f.name]) for f in fields(RecordRef)})
+
+
+def _name(value: Any) -> str:
+    return strict.text(value, empty=True)
+
+
+def _mapping(value: Any) -> Mapping[str, Any] | None:
+    return None if value is None else dict(strict.fields(value))
+
+
+_CASTS: dict[str, Callable[[Any], Any]] = {
+    "str": _name,
+    "int": strict.integer,
+    "tuple[str, ...]": lambda value: tuple(_name(item) for item in strict.items(value)),
+    "tuple[int, ...]": lambda value: tuple(strict.integer(item) for item in strict.items(value)),
+    "Mapping[str, Any] | None": _mapping,
+}
+"""How a field of a `RecordRef` is read, by its annotation."""
+
+
+def _clean(text: str) -> str:
+    return text[:TEXT_MAX].encode("utf-8", "replace").decode() or "?"

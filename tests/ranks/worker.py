@@ -1,0 +1,319 @@
+"""Training runs of several ranks, each a process of its own that a SIGKILL really kills."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+STEPS = 24
+BASE_EVERY = 6
+OBJECT_LAG = 4
+WINDOW = 2
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(  # what making an optimizer, and sharding a model, import
+    [
+        "torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor",
+        "adacheck_store.trainer_hooks.attach",
+    ]
+)  # fmt: skip
+
+
+def build(kind: str, rank: int, ranks: int):
+    """Model, optimizer, schedule and loader of a rank.
+
+    ``fsdp``: rows do not divide by the ranks. ``ddp``: with a BatchNorm. ``plain``: each rank has
+    a model of its own under the same names, and nothing says so.
+    """
+    import torch
+    from torch import nn
+
+    torch.set_num_threads(1)
+    torch.manual_seed(11 + rank * (kind == "plain"))
+    layers = [nn.Linear(9, 37), nn.Dropout(0.2), nn.GELU(), nn.Linear(37, 5)]
+    if kind != "fsdp":
+        layers.insert(1, nn.BatchNorm1d(37))
+    model = nn.Sequential(*layers, nn.Linear(5, 1))
+    if kind == "fsdp":
+        from torch.distributed.fsdp import fully_shard
+
+        model[-1].bias.requires_grad_(False)
+        for layer in model[:-1]:
+            if isinstance(layer, nn.Linear):
+                fully_shard(layer)
+        fully_shard(model)  # the last layer is the root's
+    elif kind == "ddp":
+        model = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.1, fused=True
+    )
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+    random.seed(100 + rank)
+    torch.manual_seed(100 + rank)
+    data = torch.utils.data.TensorDataset(torch.randn(16 * STEPS, 9), torch.randn(16 * STEPS, 1))
+    loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)
+    return model, optimizer, schedule, loader
+
+
+def _bytes(tensor) -> bytes:
+    from adacheck_store.arrays import byte_view
+
+    inner = getattr(tensor, "_local_tensor", tensor)
+    return bytes(byte_view(inner.detach().contiguous()))
+
+
+def digest(model, optimizer, schedule) -> str:
+    """One digest of every parameter, buffer, moment, counter, hyper-parameter and RNG here."""
+    import torch
+
+    from adacheck_store.format.ids import record_id
+
+    if hasattr(model, "reshard"):
+        model.reshard()
+    blob = bytearray()
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        blob += name.encode() + _bytes(tensor)
+    for index, state in enumerate(optimizer.state.get(p, {}) for p in model.parameters()):
+        for role in sorted(state):
+            blob += f"{index}{role}".encode() + _bytes(state[role])
+    groups = [
+        sorted((k, repr(v)) for k, v in g.items() if k != "params") for g in optimizer.param_groups
+    ]
+    blob += repr(groups).encode() + repr(sorted(schedule.state_dict().items())).encode()
+    blob += _bytes(torch.get_rng_state()) + repr(random.getstate()).encode()
+    return record_id(bytes(blob))
+
+
+def step(model, optimizer, schedule, batch) -> float:
+    """One update."""
+    import torch
+
+    optimizer.zero_grad()
+    loss = torch.nn.functional.mse_loss(model(batch[0]), batch[1]) * (1 + random.random())
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    schedule.step()
+    return loss.item()
+
+
+def _evaluate(model, number: int) -> None:
+    """Between two updates: FSDP2 leaves the root's parameters whole after this."""
+    import torch
+
+    if number % 5 == 0:
+        model.eval()
+        with torch.no_grad():
+            model(torch.ones(4, 9))
+        model.train()
+
+
+def _join(rank: int, ranks: int, port: int, prefix: str):
+    import torch.distributed as dist
+
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group(
+        "gloo", store=dist.PrefixStore(prefix, store), rank=rank, world_size=ranks
+    )
+
+
+def _reference(out: str, rank: int, ranks: int, port: int, kind: str) -> None:
+    _join(rank, ranks, port, f"reference-{kind}-{ranks}")
+    model, optimizer, schedule, loader = build(kind, rank, ranks)
+    rows = {0: (digest(model, optimizer, schedule), "")}
+    for number, batch in zip(range(1, STEPS + 1), loader, strict=False):
+        loss = step(model, optimizer, schedule, batch)
+        _evaluate(model, number)
+        rows[number] = (digest(model, optimizer, schedule), loss.hex())
+    Path(out).write_text(json.dumps(rows))
+
+
+def _train(out: str, rank: int, ranks: int, port: int, prefix: str, kind: str, options: dict):
+    import warnings
+
+    from adacheck_store.format.errors import AdaCheckError
+    from adacheck_store.trainer_hooks.attach import attach
+    from adacheck_store.trainer_hooks.ranks import find_group
+
+    os.environ["ADACHECK_NODE"] = options.get("node", "node-a")
+    os.environ["LOCAL_RANK"] = str(options.get("local", {}).get(rank, rank))
+    os.environ["ADACHECK_FAILPOINT"] = options.get("failpoint", {}).get(rank, "")
+    _join(rank, ranks, port, prefix)
+    if rank in options.get("absent", ()):
+        time.sleep(5.0)
+        return
+    model, optimizer, schedule, loader = build(kind, rank, ranks)
+    warnings.simplefilter("error")
+    before = digest(model, optimizer, schedule)
+    with open(out, "w", encoding="utf-8") as journal:
+
+        def write(**row) -> None:
+            journal.write(json.dumps(row) + "\n")
+            journal.flush()
+
+        given = {
+            "run": "e2e", "store": options["store"], "window": WINDOW, "base_every": BASE_EVERY,
+            "object_lag": OBJECT_LAG, "group": find_group(options.get("timeout_s", 60.0)),
+            "resume": options.get("resume", "auto"),
+        }  # fmt: skip
+        given |= options.get("given", {}).get(rank, {})
+        try:
+            ckpt = attach(model, optimizer, **given)
+        except AdaCheckError as error:
+            write(refused=str(error), error=type(error).__name__)
+            return
+        with ckpt:
+            ckpt.track(schedule=schedule)
+            options.get("before_restore", _nothing)(rank)
+            try:
+                report = ckpt.restore()
+            except AdaCheckError as error:
+                write(refused=str(error), error=type(error).__name__,
+                      touched=digest(model, optimizer, schedule) != before)  # fmt: skip
+                return
+            write(restored=report.step, digest=digest(model, optimizer, schedule),
+                  certificate=str(report.certificate), reasons=list(report.reasons),
+                  lost=report.lost, tiers=sorted(report.tiers or {}))  # fmt: skip
+            if options.get("inspect"):
+                return
+            for number, batch in enumerate(ckpt.batches(loader), report.step + 1):
+                if number > STEPS:
+                    break
+                loss = step(model, optimizer, schedule, batch)
+                _evaluate(model, number)
+                assert ckpt.end_step() == number
+                write(step=number, loss=loss.hex())
+                time.sleep(options.get("pause_s", 0.0))
+            write(final=STEPS, digest=digest(model, optimizer, schedule))
+            if options.get("flush", True):
+                ckpt.flush(60)
+            status = ckpt.status()
+            write(stored=status.stored, drained=status.drained, error=status.last_error,
+                  mismatch=status.mismatch)  # fmt: skip
+
+
+def _nothing(rank: int) -> None:
+    """What most tests do before a restore."""
+
+
+class Launcher:
+    """Hosts the rendezvous, as torchrun's agent does, and starts attempts of a run."""
+
+    def __init__(self, folder: Path, kind: str, ranks: int) -> None:
+        import torch.distributed as dist
+
+        self.folder, self.kind, self.ranks = folder, kind, ranks
+        self.server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.attempts = 0
+
+    def reference(self) -> list[dict[int, tuple[str, str]]]:
+        """Digest and loss of every step of the uninterrupted run, by rank."""
+        outs = [self.folder / f"reference-{self.kind}-{rank}.json" for rank in range(self.ranks)]
+        processes = [
+            _context.Process(
+                target=_reference,
+                args=(str(out), rank, self.ranks, self.server.port, self.kind), daemon=True,
+            )
+            for rank, out in enumerate(outs)
+        ]  # fmt: skip
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(120)
+            assert process.exitcode == 0
+        found = [json.loads(out.read_text()) for out in outs]
+        return [{int(k): (row[0], row[1]) for k, row in rows.items()} for rows in found]
+
+    def start(self, store: Path, *, ranks: int = 0, **options) -> Attempt:
+        """Start all ranks."""
+        self.attempts += 1
+        return Attempt(self, store, ranks or self.ranks, options)
+
+
+class Attempt:
+    """The processes of one attempt; `kill` is SIGKILL to all that live."""
+
+    def __init__(self, launcher: Launcher, store: Path, ranks: int, options: dict) -> None:
+        folder = launcher.folder / f"attempt-{launcher.attempts}"
+        folder.mkdir(parents=True, exist_ok=True)
+        self.outs = [folder / f"{rank}.jsonl" for rank in range(ranks)]
+        prefix = f"attempt-{launcher.attempts}"
+        options = {"store": store.as_uri(), **options}
+        self.processes = [
+            _context.Process(
+                target=_train,
+                args=(str(out), rank, ranks, launcher.server.port, prefix, launcher.kind, options),
+                daemon=True,
+            )
+            for rank, out in enumerate(self.outs)
+        ]  # fmt: skip
+        for process in self.processes:
+            process.start()
+
+    def wait(self, timeout_s: float = 120.0) -> list[int]:
+        """Exit codes; negative for a signal."""
+        for process in self.processes:
+            process.join(timeout_s)
+            assert process.exitcode is not None, "a rank hangs"
+        return [process.exitcode for process in self.processes]
+
+    def alive(self) -> bool:
+        """Whether all ranks are at it."""
+        return all(process.is_alive() for process in self.processes)
+
+    def kill(self, first: int = 0) -> None:
+        """SIGKILL to one rank, and then, as a launcher would, to the others."""
+        order = [first, *(rank for rank in range(len(self.processes)) if rank != first)]
+        for rank in order:
+            if self.processes[rank].is_alive():
+                os.kill(self.processes[rank].pid, signal.SIGKILL)
+        for process in self.processes:
+            process.join(30)
+
+    def until(self, number: int) -> None:
+        """Wait until every rank has finished a step, or any has ended."""
+        while self.alive() and self.last_step() < number:
+            time.sleep(0.002)
+
+    def rows(self, rank: int) -> list[dict]:
+        """The whole lines of a rank's journal."""
+        found = []
+        out = self.outs[rank]
+        for line in (out.read_text() if out.exists() else "").splitlines():
+            try:
+                found.append(json.loads(line))
+            except ValueError:
+                break
+        return found
+
+    def last_step(self) -> int:
+        """The last step that all ranks finished, -1 if none."""
+        return min(
+            max((row["step"] for row in self.rows(rank) if "step" in row), default=-1)
+            for rank in range(len(self.outs))
+        )
+
+    def every(self, name: str, key: str = "") -> list:
+        """A value of each rank's row of that name."""
+        return [
+            next((row[key or name] for row in self.rows(rank) if name in row), None)
+            for rank in range(len(self.outs))
+        ]
+
+
+def check_against(reference: list[dict[int, tuple[str, str]]], attempt: Attempt) -> None:
+    """Everything the ranks reported equals the uninterrupted run."""
+    for rank, known in enumerate(reference):
+        for row in attempt.rows(rank):
+            if "restored" in row:
+                assert row["digest"] == known[row["restored"]][0], (rank, row)
+            if "loss" in row:
+                assert row["loss"] == known[row["step"]][1], (rank, row)
+            if "final" in row:
+                assert row["digest"] == known[row["final"]][0], (rank, row)
