@@ -352,17 +352,28 @@ class World:
     def prune(self, node: str) -> bool:
         """Train until what lies before the last bases can be deleted, and see that it is."""
         writer = self.writers[node]
-        if not (self.append(node, (writer.keep_bases + 1) * BASE_EVERY) and self.flush(node)):
+        for _ in range(writer.keep_bases + 2):  # upkeep that is behind makes only the newest base
+            if not self.append(node, BASE_EVERY):
+                return False
+        if not self.flush(node):
             return False
         if not self.planted:
-            low = writer.toy.step - (writer.keep_bases + 1) * BASE_EVERY
-            with self.read() as store:
-                for tier in store.tiers:
-                    held = [parse_key(key) for key in tier.list(f"{RUN}/{writer.term}/")]
-                    steps = [key.step for key in held if key.kind == "delta"]
-                    assert min(steps, default=writer.toy.step) > low, (tier.traits.name, steps)
+            low = writer.toy.step - (writer.keep_bases + 2) * BASE_EVERY
+            deadline = time.monotonic() + WAIT_S
+            while late := self._kept_below(writer.term, low):
+                assert time.monotonic() < deadline, (late, low)
+                time.sleep(0.005)
             DONE["pruned"] += 1
         return True
+
+    def _kept_below(self, term: str, low: int) -> list[str]:
+        """Tiers that hold a delta of a term at a step or below it."""
+        with self.read() as store:
+            return [
+                tier.traits.name for tier in store.tiers
+                if any(key.kind == "delta" and key.step <= low
+                       for key in map(parse_key, tier.list(f"{RUN}/{term}/")))
+            ]  # fmt: skip
 
     def _begun(self, term: str) -> int:
         return min(step for name, step in self.truth if name == term)
