@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 
 from adacheck_store.format import strict
-from adacheck_store.format.errors import MalformedError, TierUnavailableError, TruncatedError
+from adacheck_store.format.errors import MalformedError, TruncatedError
 from adacheck_store.format.head import MAX_HEAD_BYTES, SealedHead
 from adacheck_store.format.record import Block
 
@@ -86,8 +85,7 @@ class Incoming:
     def drain(self) -> None:
         """Take what is left of the stream, for nothing."""
         while not self._ended:
-            with suppress(TierUnavailableError):
-                self._frame()
+            self._frame()
 
     def _next(self) -> Piece:
         piece = next(self._pieces, None)
@@ -121,8 +119,6 @@ class Incoming:
         if frame.kind is not Kind.END:
             raise ChannelError(f"a frame of kind {frame.kind.name} within a put")
         self._ended = True
-        if frame.head.get("abort"):
-            raise TierUnavailableError("the sender gave up")
         return None
 
 

@@ -107,9 +107,9 @@ def _send_head(parts: Parts, sealed: SealedHead) -> SealedHead:
 
 
 def _give_up(channel: Channel, answered: bool) -> None:
-    """Tell the agent that no more comes, and let it say that it has withdrawn what came."""
+    """End the stream before its records do, and let the agent say that it has withdrawn them."""
     try:
-        channel.send(Kind.END, {"abort": True})
+        channel.send(Kind.END, {})
         if not answered:
             channel.skip(channel.receive())
     except ChannelError:

@@ -28,10 +28,10 @@ from adacheck_store.tiers.serve import Bounds, Server
 from adacheck_store.tiers.serve_calls import PeerInfo
 
 RUN = "gpt-small"
-LIMITS = Limits(stall_s=2.0, slowest=16 << 20, answer_s=20.0)
+LIMITS = Limits(stall_s=1.2, slowest=16 << 20, answer_s=20.0)
 """As in life, but for how long a frame may stall."""
 
-BOUNDS = Bounds(pending_s=1.0, workers=24)
+BOUNDS = Bounds(pending_s=0.7, workers=24)
 
 
 def serve(folder: str, endpoints: list[str]) -> None:

@@ -1,6 +1,8 @@
 """Keys of runs: private on disk, whole or not there, and one for all after a rendezvous."""
 
 import os
+import socket
+import ssl
 import stat
 import subprocess
 import sys
@@ -26,6 +28,7 @@ from adacheck_store.tiers import credentials
 from adacheck_store.tiers.credentials import Credentials, choose, make, read, read_or_make, write
 
 ONE, TWO, THREE = (make("gpt-small") for _ in range(3))
+OTHER = make("gpt-other")
 
 
 def test_bundle_round_trip() -> None:
@@ -189,6 +192,30 @@ def test_a_rendezvous_is_of_one_run() -> None:
         choose([(ONE, True), (make("gpt-large"), True)])
     with pytest.raises(MalformedError):
         choose([])
+
+
+@pytest.mark.parametrize("shown", [ONE, OTHER])
+def test_the_key_is_pinned(shown: Credentials) -> None:
+    """Even where the library would trust another certificate, the run's own key counts alone."""
+    here, there = socket.socketpair()
+    trusting = credentials.server_context(ONE)
+    trusting.load_verify_locations(cadata=OTHER.certificate)
+    context = credentials.client_context.__wrapped__(shown)
+    context.load_verify_locations(cadata=ONE.certificate)
+    client: list[ssl.SSLSocket] = []
+
+    def connect() -> None:
+        client.append(context.wrap_socket(there, server_hostname=ONE.server_name))
+
+    connecting = threading.Thread(target=connect)
+    connecting.start()
+    server = trusting.wrap_socket(here, server_side=True)
+    connecting.join(timeout=10)
+    assert credentials.is_pinned(client[0], ONE.fingerprint)
+    assert credentials.is_pinned(server, ONE.fingerprint) == (shown is ONE)
+    assert credentials.is_pinned(server, OTHER.fingerprint) == (shown is OTHER)
+    client[0].close()
+    server.close()
 
 
 def test_no_key_leaves_the_process(tmp_path: Path) -> None:

@@ -201,8 +201,8 @@ def test_a_lost_fork_stays_a_fork(proxied: tuple[Proxy, Server, MemoryTier]) -> 
     """Another record under the key is never taken for ours, whatever is lost."""
     proxy, _, inner = proxied
     tier, world = PeerTier(Peer(proxy.endpoint), "ram"), World()
-    tier.put([*world.roots(), world.delta(1, grads())])
-    other = world.delta(1, grads())
+    tier.put([*world.roots(), world.delta(1, grads(100))])
+    other = world.delta(1, grads(100))  # so small that all is said before the answer comes
     for source in (other, StreamSource(other, announce=True)):
         proxy.cut_answer = True
         with pytest.raises((ForkError, TierUnavailableError)):
@@ -416,6 +416,9 @@ def test_keys_come_and_go(tmp_path: Path) -> None:
     server.trust(key_of(RUN))
     server.trust(key_of("gpt-other"))
     assert peer.call("echo")[0] == {"run": RUN}
+    other = Peer(server.endpoints[0], credentials=key_of("gpt-other"))
+    assert other.call("echo")[0] == {"run": "gpt-other"}
+    other.close()
     peer.close()
     server.distrust(RUN)
     again = Peer(server.endpoints[0], credentials=key_of(RUN))
