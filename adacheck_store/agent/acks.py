@@ -49,9 +49,11 @@ class Acks:
         return said
 
     def _answer(self, sync: Sync, view: View, now: float) -> Command | None:
+        if sync.conn not in self._put:
+            return Refuse(sync.token, "lost", "this agent knows of nothing put: it has restarted")
         holders: set[str] | None = None
         short = False
-        for chain, step in self._put.get(sync.conn, {}).items():
+        for chain, step in self._put[sync.conn].items():
             found = _producers(view, chain, step, now)
             if found is None:
                 if _hopeless(view, chain, step, now):
@@ -80,14 +82,9 @@ def _producers(view: View, chain: str, step: int, now: float) -> set[str] | None
     for name in seat.holders:
         if view.mark(name, chain).covers(step):
             found.add(name)
-        elif view.live(name, now) and not _has_no_room(view, name, chain):
+        elif view.live(name, now) and not view.no_room(name, chain):
             return None
     return found
-
-
-def _has_no_room(view: View, name: str, chain: str) -> bool:
-    report = view.peers[name].report
-    return report is not None and chain in report.refused
 
 
 def _hopeless(view: View, chain: str, step: int, now: float) -> bool:

@@ -154,8 +154,9 @@ class Refuse:
     message: str
 
 
-REFUSALS = ("term", "full", "base", "time", "budget")
-"""A newer term has the run; no room; need base: a captured one; not in time; memory too small."""
+REFUSALS = ("term", "full", "base", "time", "budget", "lost")
+"""A newer term has the run; no room; need base: a captured one; not in time; memory too small;
+what was put is unknown, for this process has not seen it."""
 
 
 @dataclass(frozen=True, slots=True)

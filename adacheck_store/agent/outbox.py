@@ -30,10 +30,16 @@ def next_call(view: View, peer: Peer, now: float) -> Forward | None:
         fresh = [ref for ref in _lacking(view, peer, now) if ref.key not in peer.given]
     if not fresh and not polled:
         return None
+    fresh.sort(key=_order)
     batch = tuple(fresh[:BATCH])
     peer.busy, peer.called_at, peer.sent = True, now, bool(batch)
     peer.given.update(ref.key for ref in batch)
     return Forward(peer.name, batch)
+
+
+def _order(ref: RecordRef) -> tuple[int, str, str]:
+    """Oldest first, so that a part of it is of use; a base before the delta of its step."""
+    return ref.step, ref.kind, ref.key
 
 
 def _lacking(view: View, peer: Peer, now: float) -> list[RecordRef]:

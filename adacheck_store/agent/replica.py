@@ -85,7 +85,7 @@ class Replica(abc.ABC):
         return self._mark
 
     def lacking(self, mark: Mark, watermark: int) -> list[RecordRef]:
-        """What a holder with that mark needs to produce what this one can, oldest first.
+        """What a holder with that mark needs to produce what this one can.
 
         That is all from the watermark on, where it cannot produce that; else what is new.
         """
@@ -97,8 +97,7 @@ class Replica(abc.ABC):
         kept = [
             ref for ref in self.refs.values() if ref.key not in doomed and self.on_line(ref)
         ]  # fmt: skip
-        needed = self._needed(kept, mark, goes_on)
-        return sorted(needed, key=lambda ref: (ref.step, ref.kind, ref.key))
+        return self._needed(kept, mark, goes_on)
 
     @abc.abstractmethod
     def doomed(self, watermark: int) -> list[RecordRef]:

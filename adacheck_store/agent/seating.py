@@ -14,7 +14,8 @@ from .view import View
 def reseat(view: View, now: float, away_s: float) -> None:
     """Give the seats of the chains of this node's trainers anew where that changes anything.
 
-    A holder silent for ``away_s`` loses its seat, so that the watermark no longer waits for it.
+    A holder that is silent for ``away_s``, or has no room, loses its seat, so that the watermark
+    no longer waits for it.
     """
     if view.opened is None:
         return
@@ -26,9 +27,10 @@ def reseat(view: View, now: float, away_s: float) -> None:
     for chain, seat in list(view.seats.items()):
         if not view.owns(chain):
             continue
-        kept = [name for name in seat.holders if not _away(view, name, now, away_s)]
+        able = {name: count for name, count in load.items() if not view.no_room(name, chain)}
+        kept = [name for name in seat.holders if name in able or _stays(view, name, now, away_s)]
         while len(kept) <= view.opened.k:
-            spare = choose(kept, view.opened.domains, load)
+            spare = choose(kept, view.opened.domains, able)
             if spare is None:
                 break
             kept.append(spare)
@@ -37,8 +39,7 @@ def reseat(view: View, now: float, away_s: float) -> None:
             view.version += 1
 
 
-def _away(view: View, name: str, now: float, away_s: float) -> bool:
-    if name == view.node:
-        return False
+def _stays(view: View, name: str, now: float, away_s: float) -> bool:
+    """True for a holder that is silent, and not yet for too long."""
     peer = view.peers.get(name)
-    return peer is None or now - peer.heard_at > away_s
+    return peer is not None and not view.live(name, now) and now - peer.heard_at <= away_s

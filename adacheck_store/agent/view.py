@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from adacheck_store.catalog import Catalog, RecordRef
 from adacheck_store.proof import Segment
@@ -60,6 +60,9 @@ class View:
         """A term begins, or one known has another revision. Its watermark is not known yet."""
         if opened.term != self.term:
             self.seats, self.watermark = dict(opened.seats), -1
+        elif self.opened is not None:  # whoever says it again may know fewer revisions
+            known = {**self.opened.manifests, **opened.manifests}
+            opened = replace(opened, manifests=known)
         self.opened, self.term = opened, opened.term
         self.line = tolerant_line(Catalog(run="", manifests=opened.manifests), opened.term)
         for replica in self.replicas.values():
@@ -117,7 +120,8 @@ class View:
             self.watermark = max(self.watermark, report.watermark)
             for chain, seat in report.seats.items():
                 known = self.seats.get(chain)
-                if known is None or seat.version > known.version:
+                own = seat.holders[:1] == (report.node,)  # of equals the own node's word counts
+                if known is None or (seat.version, own) > (known.version, False):
                     self.seats[chain] = seat
 
     def has(self, name: str, refs: Iterable[RecordRef]) -> None:
@@ -131,6 +135,26 @@ class View:
             return True
         peer = self.peers.get(name)
         return peer is not None and now - peer.heard_at < DEAD_S
+
+    def no_room(self, name: str, chain: str) -> bool:
+        """True if a node has said that it has no room for a chain."""
+        if name == self.node:
+            return chain in self.refused
+        report = self.peers[name].report if name in self.peers else None
+        return report is not None and chain in report.refused
+
+    def exposed(self, now: float) -> dict[str, int]:
+        """Chains whose newest step here fewer than k+1 live holders can produce: how many can."""
+        found: dict[str, int] = {}
+        for chain, seat in self.seats.items():
+            newest = max((self.mark(name, chain).newest for name in seat.holders), default=-1)
+            able = [
+                name for name in seat.holders
+                if self.live(name, now) and self.mark(name, chain).covers(newest)
+            ]  # fmt: skip
+            if self.opened is not None and len(able) <= self.opened.k:
+                found[chain] = len(able)
+        return found
 
     def knows(self, name: str) -> bool:
         """True if a peer has told of the term that this view is of."""

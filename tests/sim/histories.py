@@ -83,10 +83,11 @@ def make_plan(seed: int) -> Plan:
     homes = [(first + rank * rng.choice([1, 1, 1, 2, 0])) % nodes for rank in range(count)]
     probes = [rng.uniform(0.3, end + 1.0) for _ in range(2)]
     probes += [at + rng.random() * 8 * step_s for at in times]
+    places = rng.choice([0, 0, LMDB, LMDB | FAR])
+    slack = rng.choice([0.0, 1.0]) if places else 3.0  # without disk memory holds what comes
     return Plan(
         seed=seed, nodes=nodes, homes=tuple(homes), k=k, window=rng.choice([1, 2]),
-        fold_every=rng.choice([1, 1, 2, 4]), places=rng.choice([LMDB, LMDB, LMDB | FAR]),
-        slack=rng.choice([0.0, 1.0]), steps=steps, step_s=step_s,
+        fold_every=rng.choice([1, 1, 2, 4]), places=places, slack=slack, steps=steps, step_s=step_s,
         away_s=rng.choice([4.0, 30.0]), faults=faults,
         probes=tuple(round(at, 3) for at in sorted(probes)),
     )  # fmt: skip
