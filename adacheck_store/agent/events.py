@@ -98,7 +98,10 @@ class Heard:
 
 @dataclass(frozen=True, slots=True)
 class Missed:
-    """A call to a peer failed, or was not answered in time: what it carried may have arrived."""
+    """A call to a peer failed, or was not answered in time: what it carried may have arrived.
+
+    An answer that comes later is thrown away.
+    """
 
     peer: str
 
