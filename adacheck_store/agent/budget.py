@@ -6,6 +6,7 @@ base may come in at a time. What no reserve claims is anybody's.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 BEYOND_WINDOW = 3
@@ -26,51 +27,87 @@ class _Account:
 
 
 class Budget:
-    """Bytes of memory for all chains of all runs of an agent."""
+    """Bytes of memory for all runs of an agent, each of which has a share."""
 
     def __init__(self, total: int) -> None:
         self.total = total
         self.used = 0
-        self._accounts: dict[str, _Account] = {}
+        self._shares: list[Share] = []
 
-    def reserve(self, chains: dict[str, tuple[int, int]], window: int) -> int:
-        """Reserve for chains, by name: the bytes of a base and of a delta (or extra).
+    def share(self) -> Share:
+        """A share for one run: empty, and free to take what nobody has reserved."""
+        made = Share(self)
+        self._shares.append(made)
+        return made
 
-        Replaces what was reserved before. Returns the bytes needed; if that is more than the
-        total, nothing has changed.
-        """
-        wanted = {
-            name: (base, rest * (window + BEYOND_WINDOW)) for name, (base, rest) in chains.items()
-        }
-        needed = sum(base + rest for base, rest in wanted.values())
-        needed += max((base for base, _ in wanted.values()), default=0)
-        if needed <= self.total:
-            for account in self._accounts.values():
-                account.base = account.rest = 0
-            for name, (base, rest) in wanted.items():
-                account = self._accounts.setdefault(name, _Account())
-                account.base, account.rest = base, rest
-        return needed
+    def give_up(self, share: Share) -> None:
+        """A run is over: nothing of it is in memory any more."""
+        self._shares.remove(share)
+        self.used -= sum(each.used_base + each.used_rest for each in share.accounts.values())
 
-    def admit(self, chain: str, base: int, rest: int) -> bool:
-        """Take so many bytes for a chain, if what is reserved and unused leaves them."""
-        account = self._accounts.setdefault(chain, _Account())
-        self._take(account, base, rest)
+    def missing(self) -> int:
+        """Bytes by which use, what is reserved and unused, and one incoming base exceed it all."""
         kept = incoming = over = 0
-        for each in self._accounts.values():
+        for each in self._accounts():
             kept += max(0, each.base - each.used_base) + max(0, each.rest - each.used_rest)
             incoming = max(incoming, each.base)
             over += max(0, each.used_base - each.base)
-        if self.used + kept + max(0, incoming - over) <= self.total:
+        return self.used + kept + max(0, incoming - over) - self.total
+
+    def reserved(self) -> int:
+        """Bytes of all reserves, with one incoming base."""
+        accounts = list(self._accounts())
+        incoming = max((each.base for each in accounts), default=0)
+        return sum(each.base + each.rest for each in accounts) + incoming
+
+    def _accounts(self) -> Iterator[_Account]:
+        for share in self._shares:
+            yield from share.accounts.values()
+
+
+class Share:
+    """What one run has of a budget: an account for each chain, by name."""
+
+    def __init__(self, budget: Budget) -> None:
+        self.budget = budget
+        self.accounts: dict[str, _Account] = {}
+
+    def reserve(self, chains: Mapping[str, tuple[int, int]], window: int) -> int:
+        """Reserve for these chains and no others: the bytes of a base and of a delta (or extra).
+
+        Returns the bytes by which all reserves exceed the budget; if there are any, nothing has
+        changed.
+        """
+        before = {name: (each.base, each.rest) for name, each in self.accounts.items()}
+        deltas = window + BEYOND_WINDOW
+        self._set({name: (base, deltas * rest) for name, (base, rest) in chains.items()})
+        missing = self.budget.reserved() - self.budget.total
+        if missing > 0:
+            self._set(before)
+        return max(0, missing)
+
+    def admit(self, chain: str, base: int, rest: int) -> bool:
+        """Take so many bytes for a chain, if what is reserved and unused leaves them."""
+        self.charge(chain, base, rest)
+        if self.budget.missing() <= 0:
             return True
-        self._take(account, -base, -rest)
+        self.charge(chain, -base, -rest)
         return False
 
     def charge(self, chain: str, base: int, rest: int) -> None:
         """Count bytes that are in use (negative: no longer), whatever is reserved."""
-        self._take(self._accounts.setdefault(chain, _Account()), base, rest)
-
-    def _take(self, account: _Account, base: int, rest: int) -> None:
+        account = self._account(chain)
         account.used_base += base
         account.used_rest += rest
-        self.used += base + rest
+        self.budget.used += base + rest
+
+    def _set(self, reserves: Mapping[str, tuple[int, int]]) -> None:
+        for name in {*self.accounts, *reserves}:
+            account = self._account(name)
+            account.base, account.rest = reserves.get(name, (0, 0))
+
+    def _account(self, chain: str) -> _Account:
+        found = self.accounts.get(chain)
+        if found is None:
+            found = self.accounts[chain] = _Account()
+        return found

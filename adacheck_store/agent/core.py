@@ -56,6 +56,7 @@ class AgentCore:
     def __init__(self, node: str, boot: str, budget: Budget, settings: AgentSettings) -> None:
         self.view = View(node, boot)
         self.budget = budget
+        self.share = budget.share()
         self.settings = settings
         self.lease = Lease()
         self.acks = Acks()
@@ -109,15 +110,14 @@ class AgentCore:
             chain: event.reserve.get(chain, (0, 0))
             for chain, seat in event.seats.items() if self.view.node in seat.holders
         }  # fmt: skip
-        needed = self.budget.reserve(mine, self.settings.window)
-        fits = needed <= self.budget.total
-        if not fits and event.token:
+        missing = self.share.reserve(mine, self.settings.window)
+        if missing and event.token:
             yield ev.Refuse(
-                event.token, "budget", f"{needed} bytes of memory are needed for the parts held "
-                f"by {self.view.node}, the budget is {self.budget.total}",
+                event.token, "budget", f"memory is {missing} bytes too small for the parts that "
+                f"{self.view.node} is to hold: {self.budget.total + missing} are needed",
             )  # fmt: skip
             return
-        self.view.refused = frozenset() if fits else frozenset(mine)
+        self.view.refused = frozenset(mine) if missing else frozenset()
         self.view.open(event, now)
         self.lease.opened(event.term)
         self._pruned = -1
@@ -172,7 +172,7 @@ class AgentCore:
         if not self._must_fold_first(sizes):
             taken: list[tuple[str, int, int]] = []
             for chain, (base, rest) in sizes.items():
-                if not self.budget.admit(chain, base, rest):
+                if not self.share.admit(chain, base, rest):
                     break
                 taken.append((chain, base, rest))
             else:
@@ -193,7 +193,7 @@ class AgentCore:
 
     def _give_back(self, taken: Iterable[tuple[str, int, int]]) -> None:
         for chain, base, rest in taken:
-            self.budget.charge(chain, -base, -rest)
+            self.share.charge(chain, -base, -rest)
 
     def _stored(self, event: ev.Stored, now: float) -> Iterable[Command]:
         self._give_back(self._taken.pop(event.token, ()))
@@ -217,7 +217,7 @@ class AgentCore:
 
     def _charge(self, ref: RecordRef, sign: int) -> None:
         size = sign * ref.nbytes
-        self.budget.charge(ref.part, *((size, 0) if ref.kind == "base" else (0, size)))
+        self.share.charge(ref.part, *((size, 0) if ref.kind == "base" else (0, size)))
 
     def _failed(self, event: ev.Failed, now: float) -> Iterable[Command]:
         self._give_back(self._taken.pop(event.token, ()))
@@ -309,7 +309,7 @@ class AgentCore:
             self._serial += 1
             token = f"{part.name}/{self._serial}"
             size = plan.base.nbytes
-            if self.budget.admit(part.name, size, 0):
+            if self.share.admit(part.name, size, 0):
                 self._taken[token] = [(part.name, size, 0)]
                 place = RAM
             elif self._lmdb(now):

@@ -16,7 +16,7 @@ from tests.sim.world import Agent, World
 FAULTS = (
     "kill trainers", "kill trainers", "kill agent", "kill agent", "lose node", "lose nodes",
     "lose too many", "cut", "cut holders", "pause", "full disk", "zombie", "slow plan",
-    "late answer", "late answer", "kill home",
+    "late answer", "late answer", "kill home", "lossy", "slow disk",
 )  # fmt: skip
 
 
@@ -140,8 +140,9 @@ def heal(world: World) -> None:
     """All faults end: every agent runs, every link carries, a job trains some steps more."""
     world.say("heal")
     world.cut.clear()
+    world.loss = 0.0
     for agent in world.agents.values():
-        agent.disk_fails, agent.busy_until = False, 0.0
+        agent.disk_fails, agent.disk_s, agent.busy_until = False, 0.0, 0.0
         agent.start()
     job = world.job
     job.step_s = 0.1
@@ -257,6 +258,12 @@ def _strike(world: World, plan: Plan, fault: Fault, outcome: Outcome) -> None:
         case "full disk":
             agent.disk_fails = True
             world.after(4 * fault.lasts, setattr, agent, "disk_fails", False)
+        case "lossy":
+            world.loss = 0.3
+            world.after(fault.lasts, setattr, world, "loss", 0.0)
+        case "slow disk":
+            agent.disk_s = 1.0
+            world.after(4 * fault.lasts, setattr, agent, "disk_s", 0.0)
         case "late answer":
             if job.training:
                 job.ranks[fault.pick % plan.ranks].fail_next = True

@@ -138,8 +138,26 @@ def test_attach_is_refused_with_the_bytes_it_needs() -> None:
     (refused,) = agent.handle(opened(), 0.0)
     need = 2 * 100 + (2 + BEYOND_WINDOW) * 11
     assert refused.why == "budget"
-    assert f"{need} bytes" in refused.message
+    assert f"{need - 200} bytes too small" in refused.message
+    assert f"{need} are needed" in refused.message
     assert of(ev.Answer, AgentCore("a", "", Budget(need), AgentSettings()).handle(opened(), 0.0))
+
+
+def test_runs_share_a_budget_and_keep_their_reserves() -> None:
+    budget = Budget(1000)
+    one, other = budget.share(), budget.share()
+    assert one.reserve({P: (100, 10), R: (0, 1)}, 2) == 0  # 155, and 100 for a base to come in
+    assert other.reserve({P: (300, 50)}, 2) == 5  # 550, of 545 left beside an incoming 300
+    assert other.reserve({P: (300, 40)}, 2) == 0
+    assert not other.admit(P, 301, 346)  # its reserve and what nobody has, less one base of 300
+    assert other.admit(P, 300, 245)
+    assert not other.admit(P, 0, 1)
+    assert one.admit(P, 100, 50)
+    assert other.admit(P, 300, 0)  # the incoming one
+    assert not one.admit(P, 1, 0)
+    assert (budget.used, budget.missing()) == (995, 0)
+    budget.give_up(other)
+    assert (budget.used, one.admit(P, 100, 0)) == (150, True)
 
 
 def test_without_room_an_offer_waits_and_is_then_refused() -> None:

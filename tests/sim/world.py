@@ -35,6 +35,7 @@ class World:
         self.claims = 0
         self.agents: dict[str, Agent] = {}
         self.cut: set[frozenset[str]] = set()
+        self.loss = 0.0
         self.trace = trace
         self.job: Any = None
         self.jobs: list[Any] = []
@@ -65,6 +66,10 @@ class World:
         """True if no cut lies between two nodes."""
         return not self.cut or frozenset((a, b)) not in self.cut
 
+    def lost(self) -> bool:
+        """True if a message between nodes is lost."""
+        return self.loss > 0 and self.rng.random() < self.loss
+
     def delay(self) -> float:
         """How long a message takes: mostly little, sometimes much."""
         return self.rng.random() * (0.02 if self.rng.random() < 0.9 else 0.5)
@@ -82,6 +87,7 @@ class Agent:
         self.ram: dict[str, RecordRef] = {}
         self.lmdb: dict[str, RecordRef] = {}
         self.disk_fails = False
+        self.disk_s = 0.0
         self.alive = False
         self.boot = ""
         self.busy_until = 0.0
@@ -166,7 +172,8 @@ class Agent:
         if command.place == RAM:
             self._put(command.token, RAM)
         else:
-            self.world.after(self.world.delay(), self._put_later, self.boot, command.token)
+            delay = self.world.delay() + self.disk_s
+            self.world.after(delay, self._put_later, self.boot, command.token)
 
     def _put_later(self, boot: str, token: str) -> None:
         if not self.alive or boot != self.boot or token not in self._replies:
@@ -226,7 +233,8 @@ class Agent:
         self.tell(ev.Stored(command.token, (ref,), command.place))
 
     def _drain(self, command: ev.Drain) -> None:
-        self.world.after(0.02 + self.world.delay(), self._drained, self.boot, command)
+        delay = 0.02 + self.world.delay() + self.disk_s
+        self.world.after(delay, self._drained, self.boot, command)
 
     def _drained(self, boot: str, command: ev.Drain) -> None:
         if not self.alive or boot != self.boot:
@@ -279,7 +287,7 @@ class Agent:
     def _called(self, boot: str, command: ev.Forward, term: str, since: float) -> None:
         """The call arrives at the peer, or nowhere."""
         world, peer = self.world, self.world.agents[command.peer]
-        if not world.reaches(self.node, peer.node):
+        if not world.reaches(self.node, peer.node) or world.lost():
             self._fail(boot, peer.node, since + CALL_S - world.now)
         elif not peer.alive:
             self._fail(boot, peer.node, 0.05)
@@ -334,8 +342,10 @@ class _Once:
             return
         self.done = True
         caller, peer, world = self.caller, self.peer, self.caller.world
-        if answer is None or not world.reaches(caller.node, peer.node):
+        if answer is None:
             caller._fail(self.boot, peer.node, 0.0)
+        elif not world.reaches(caller.node, peer.node) or world.lost():
+            caller._fail(self.boot, peer.node, self.since + CALL_S - world.now)
         else:
             report = peer.core.view.report()
             world.after(world.delay(), caller._arrive, self.boot, ev.Heard(report))
