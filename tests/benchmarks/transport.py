@@ -25,6 +25,7 @@ from adacheck_store.format.keys import delta_key, new_term
 from adacheck_store.format.record import Record
 from adacheck_store.tiers import credentials
 from adacheck_store.tiers.base import RecordSource, Source, Tier, TierTraits
+from adacheck_store.tiers.credentials import Credentials
 from adacheck_store.tiers.endpoint import Endpoint
 from adacheck_store.tiers.peer import PeerTier
 from adacheck_store.tiers.pool import Peer
@@ -87,10 +88,12 @@ def source() -> RecordSource:
     return RecordSource(key, Record(SealedHead.seal(head), {"data": data}))
 
 
-def plain_server(listener: socket.socket) -> None:
-    """Answer ``p`` by taking `BYTES` and one byte, ``g`` by giving `BYTES`."""
+def plain_server(listener: socket.socket, key: Credentials | None) -> None:
+    """Answer ``p`` by taking `BYTES` and one byte, ``g`` by giving `BYTES`; by TLS with a key."""
     data = memoryview(bytearray(os.urandom(BYTES)))
     sock, _ = listener.accept()
+    if key:
+        sock = credentials.server_context(key).wrap_socket(sock, server_side=True)
     while (what := sock.recv(1)) != b"":
         if what == b"p":
             fill(sock, data)
@@ -113,12 +116,13 @@ def serve(folder: str) -> None:
     server = Server(
         [f"unix:{folder}/agent.sock", "tls://127.0.0.1:0"], {"sink": Sink()}, credentials=[key]
     )
-    unix, tcp = socket.socket(socket.AF_UNIX), socket.create_server(("127.0.0.1", 0))
+    unix = socket.socket(socket.AF_UNIX)
     unix.bind(f"{folder}/plain.sock")
     unix.listen()
-    for listener in (unix, tcp):
-        threading.Thread(target=plain_server, args=(listener,), daemon=True).start()
-    print(server.endpoints[1], tcp.getsockname()[1], flush=True)
+    tcp, tls = (socket.create_server(("127.0.0.1", 0)) for _ in range(2))
+    for pair in ((unix, None), (tcp, None), (tls, key)):
+        threading.Thread(target=plain_server, args=pair, daemon=True).start()
+    print(server.endpoints[1], tcp.getsockname()[1], tls.getsockname()[1], flush=True)
     sys.stdin.read()
 
 
@@ -138,19 +142,21 @@ def rows() -> Iterator[Row]:
         Path(folder).chmod(0o700)
         unix = socket.socket(socket.AF_UNIX)
         unix.connect(f"{folder}/plain.sock")
-        tcp = socket.create_connection(("127.0.0.1", int(said[1])))
         key = credentials.read(f"{folder}/keys", RUN)
-        for name, plain, peer, bar in (
-            ("unix socket", unix, Peer(f"unix:{folder}/agent.sock"), 0.85),
-            ("mutual TLS 1.3", tcp, Peer(Endpoint.parse(said[0]), credentials=key), 0.4),
-        ):
-            yield from _both(name, plain, PeerTier(peer, "sink"), bar, record)
-            plain.close()
-            peer.close()
+        tcp, raw = (socket.create_connection(("127.0.0.1", int(port))) for port in said[1:])
+        tls = credentials.client_context(key).wrap_socket(raw, server_hostname=key.server_name)
+        here = PeerTier(Peer(f"unix:{folder}/agent.sock"), "sink")
+        there = PeerTier(Peer(Endpoint.parse(said[0]), credentials=key), "sink")
+        yield from _both("unix socket", "plain socket", unix, here, 0.85, record)
+        yield from _both("mutual TLS 1.3", "plain socket", tcp, there, 0.4, record)
+        yield from _both("mutual TLS 1.3", "TLS socket", tls, there, None, record)
+        for end in (unix, tcp, tls, here, there):
+            end.close()
 
 
 def _both(
-    name: str, plain: socket.socket, tier: PeerTier, bar: float, record: RecordSource
+    name: str, than: str, plain: socket.socket, tier: PeerTier, bar: float | None,
+    record: RecordSource,
 ) -> Iterator[Row]:  # fmt: skip
     data = record.record.arrays["data"]
 
@@ -170,7 +176,8 @@ def _both(
     for what, (first, second) in pairs.items():
         plain_s, ours_s, ratio = paired(first, second, 9)
         yield Row(
-            f"{name}: {what} of 64 MiB / plain socket", f"{ratio:.2f}", f">= {bar}", ratio >= bar,
+            f"{name}: {what} of 64 MiB / {than}", f"{ratio:.2f}",
+            f">= {bar}" if bar else "", ratio >= bar if bar else None,
             f"{BYTES / ours_s / 2**20:.0f} against {BYTES / plain_s / 2**20:.0f} MiB/s",
         )  # fmt: skip
 

@@ -103,7 +103,8 @@ def test_garbage_is_a_typed_error(data: bytes, framed: bool) -> None:
         inbox, found = Inbox(), []
         try:
             for at in range(0, len(stream), size):
-                found += [frame.head for _, frame in inbox.feed(stream[at : at + size])]
+                for _, frame in inbox.feed(stream[at : at + size]):
+                    found.append(frame.head)
         except FormatError as exc:
             found.append({"error": type(exc).__name__})
         outcomes.append(found)
