@@ -338,8 +338,7 @@ class AgentCore:
     def _missed(self, event: ev.Missed, now: float) -> Iterable[Command]:
         peer = self.view.peers.get(event.peer)
         if peer is not None:
-            peer.busy = False
-            peer.given.clear()
+            peer.busy, peer.missed = False, True
         return ()
 
     def _tick(self, event: ev.Tick, now: float) -> Iterable[Command]:

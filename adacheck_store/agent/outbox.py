@@ -20,16 +20,21 @@ BATCH = 64
 
 
 def next_call(view: View, peer: Peer, now: float) -> Forward | None:
-    """The call to make to a peer now, if any; it is then under way. None is."""
+    """The call to make to a peer now, if any; it is then under way. None is.
+
+    One that could not be reached is only asked for its report.
+    """
     polled = now - peer.called_at >= POLL_S
-    if peer.tried == view.version and not polled:
+    if not polled and (peer.missed or peer.tried == view.version):
         return None
     fresh: list[RecordRef] = []
-    if peer.tried != view.version:
+    if peer.tried != view.version and not peer.missed:
         peer.tried = view.version
         fresh = [ref for ref in _lacking(view, peer, now) if ref.key not in peer.given]
     if not fresh and not polled:
         return None
+    if len(fresh) > BATCH:
+        peer.tried = -1  # the rest follows
     fresh.sort(key=_order)
     batch = tuple(fresh[:BATCH])
     peer.busy, peer.called_at, peer.sent = True, now, bool(batch)

@@ -21,8 +21,8 @@ DEAD_S = 3.0
 class Peer:
     """Another agent: what it last said and when; the call to it that is under way.
 
-    ``sent``: that call carries records. ``given`` are keys it has or was sent; ``tried`` is the
-    view's version that was looked through for more.
+    ``sent``: that call carries records; ``missed``: the last one failed. ``given`` are keys it
+    has or was sent; ``tried`` is the view's version that was looked through for more.
     """
 
     name: str
@@ -30,6 +30,7 @@ class Peer:
     called_at: float = -1e9
     busy: bool = False
     sent: bool = False
+    missed: bool = False
     report: Report | None = None
     given: set[str] = field(default_factory=set)
     tried: int = -1
@@ -112,9 +113,9 @@ class View:
         if before is None or before.marks != report.marks or before.term != report.term:
             self._heard += 1
             peer.tried = -1
-        if not peer.sent and peer.given:  # what it still lacks it has not kept
+        if peer.missed or (not peer.sent and peer.given):  # what it lacks it has not kept
             peer.given.clear()
-            peer.tried = -1
+            peer.missed, peer.tried = False, -1
         peer.report, peer.heard_at, peer.busy = report, now, False
         if report.term == self.term:
             self.watermark = max(self.watermark, report.watermark)

@@ -298,6 +298,42 @@ def test_a_holder_that_lost_everything_gets_the_whole_chain() -> None:
     ]  # fmt: skip
 
 
+def test_what_a_peer_has_not_kept_is_sent_again_at_the_rate_of_polls() -> None:
+    agent = core(places=0)
+    put(agent, ref("base", 0), ref("extra", 0))
+    sent = (ref("base", 0), ref("extra", 0))
+    assert ev.Forward("b", sent) in agent.handle(report("b", ()), 0.1)
+    assert not of(ev.Forward, agent.handle(report("b", ()), 0.2))  # it was refused there
+    (poll,) = [call for call in of(ev.Forward, agent.handle(ev.Tick(), 0.7)) if call.peer == "b"]
+    assert poll.refs == ()
+    assert ev.Forward("b", sent) in agent.handle(report("b", ()), 0.8)
+    agent.handle(ev.Missed("b"), 0.9)
+    assert ev.Forward("b", sent) in agent.handle(ev.Tick(), 1.4) + agent.handle(
+        report("b", ()), 1.5
+    )
+
+
+def test_a_long_chain_goes_in_several_calls() -> None:
+    agent = core(places=0, fold_every=1000)
+    put(agent, ref("base", 0), ref("extra", 0))
+    for step in range(1, 50):
+        put(agent, ref("delta", step), ref("extra", step))
+    calls: list[ev.Forward] = []
+    for _ in range(3):  # whatever it says of what it has got so far
+        calls += [call for call in of(ev.Forward, agent.handle(report("b", ()), 0.1)) if call.refs]
+    assert [len(call.refs) for call in calls] == [64, 36]
+    assert [ref.step for call in calls for ref in call.refs] == sorted(2 * list(range(50)))
+
+
+def test_what_a_peer_has_sent_is_not_sent_back() -> None:
+    agent = core("b", places=0)
+    agent.handle(report("a", ()), 0.1)
+    refs = (ref("base", 0), ref("extra", 0))
+    agent.handle(ev.Offered("t", refs, "", "a"), 0.2)
+    out = agent.handle(ev.Stored("t", refs, RAM), 0.2)
+    assert not [call for call in of(ev.Forward, out) if call.peer == "a" and call.refs]
+
+
 def test_what_a_later_term_left_behind_is_dropped() -> None:
     agent = core(places=0, fold_every=100)
     to_the_watermark(agent)

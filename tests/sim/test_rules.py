@@ -224,21 +224,3 @@ def test_a_zombie_stops(monkeypatch: pytest.MonkeyPatch) -> None:
 
     off = lambda patch: patch.setattr(core.AgentCore, "_offered", offered)  # noqa: E731
     breaks(of_kind("zombie"), off, monkeypatch, "deadlock")
-
-
-def test_what_a_peer_has_not_kept_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call may fail with or without effect, and a peer may lose what it had."""
-
-    class Sticky(set[str]):
-        def clear(self) -> None:
-            pass
-
-    real = View.open
-
-    def open_(self: View, opened: ev.Opened, now: float) -> None:
-        real(self, opened, now)
-        for peer in self.peers.values():
-            peer.given = Sticky(peer.given)
-
-    off = lambda patch: patch.setattr(View, "open", open_)  # noqa: E731
-    breaks(of_kind("lossy", "kill agent"), off, monkeypatch, "deadlock")
