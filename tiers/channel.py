@@ -15,6 +15,7 @@ from adacheck_store.format.errors import FormatError
 from adacheck_store.format.ids import Buffer
 
 from . import wire
+from .tls import TlsSocket
 from .wire import Frame, Kind
 
 _JOIN_BYTES = 16 << 10
@@ -57,12 +58,11 @@ class Channel:
     frame, a sequence number that is not the next one.
     """
 
-    def __init__(self, sock: socket.socket, limits: Limits = LIMITS) -> None:
+    def __init__(self, sock: socket.socket | TlsSocket, limits: Limits = LIMITS) -> None:
         self.sock = sock
         self.limits = limits
         self.broken = False
         """Said by who could not leave it between two calls."""
-        self._tls = isinstance(sock, ssl.SSLSocket)
         self._sent = 0
         self._received = 0
         self._timeout = sock.gettimeout()
@@ -82,11 +82,11 @@ class Channel:
         views.insert(0, memoryview(self.encode(kind, head, size)))
         end = self._deadline(self.limits.stall_s + size / self.limits.slowest)
         try:
-            if self._tls:
+            if isinstance(self.sock, TlsSocket):
                 for view in joined(views):
                     self._send_all(view, end)
             else:
-                self._send_views(views, end)
+                self._send_views(self.sock, views, end)
         except OSError as exc:
             raise self._broken(exc, "sending") from exc
 
@@ -95,9 +95,9 @@ class Channel:
             view = view[self.sock.send(view) :]
             self._check(end, len(view))
 
-    def _send_views(self, views: list[memoryview], end: float) -> None:
+    def _send_views(self, sock: socket.socket, views: list[memoryview], end: float) -> None:
         while views:
-            sent = self.sock.sendmsg(views[:_VIEWS_MAX])
+            sent = sock.sendmsg(views[:_VIEWS_MAX])
             while views and sent >= len(views[0]):
                 sent -= len(views.pop(0))
             if views:
@@ -160,10 +160,7 @@ class Channel:
 
     def pending(self) -> int:
         """Bytes received and decrypted that `select` does not know of."""
-        try:
-            return self.sock.pending() if isinstance(self.sock, ssl.SSLSocket) else 0
-        except (OSError, ValueError):
-            return 0
+        return self.sock.pending() if isinstance(self.sock, TlsSocket) else 0
 
     def _take(self, size: int, end: float) -> bytes:
         data = bytearray(size)
@@ -210,9 +207,8 @@ class Channel:
 
     def abort(self) -> None:
         """End the connection under whoever waits on it; he gets a `ChannelError`."""
-        # Not SSLSocket.shutdown: it would take the encryption away under another thread.
         with suppress(OSError):
-            socket.socket.shutdown(self.sock, socket.SHUT_RDWR)
+            self.sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close the socket; idempotent."""

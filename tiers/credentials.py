@@ -44,6 +44,7 @@ from adacheck_store.format.ids import new_nonce
 from adacheck_store.format.keys import check_run
 
 from .medium import translate
+from .tls import TlsSocket
 from .wire import decode_json
 
 BUNDLE_VERSION = 1
@@ -307,7 +308,7 @@ def _fill(context: ssl.SSLContext, credentials: Credentials) -> ssl.SSLContext:
     return context
 
 
-def is_pinned(sock: ssl.SSLSocket, fingerprint: str) -> bool:
+def is_pinned(sock: TlsSocket | ssl.SSLSocket, fingerprint: str) -> bool:
     """Whether the other side of a finished handshake proved the key of this fingerprint."""
     certificate = sock.getpeercert(binary_form=True)
     if not certificate:
@@ -334,11 +335,11 @@ class RunContexts:
         """Forget a run."""
         self._runs.pop(server_name(run), None)
 
-    def wrap(self, sock: socket.socket) -> ssl.SSLSocket:
+    def wrap(self, sock: socket.socket) -> TlsSocket:
         """The TLS side of a connection just accepted; the handshake is still to be made."""
-        return self._bare.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+        return TlsSocket(sock, self._bare, server_side=True)
 
-    def proven_run(self, sock: ssl.SSLSocket) -> str | None:
+    def proven_run(self, sock: TlsSocket) -> str | None:
         """The run whose key the other side of a finished handshake has proven."""
         for credentials, context in list(self._runs.values()):
             if sock.context is context and is_pinned(sock, credentials.fingerprint):

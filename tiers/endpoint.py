@@ -28,6 +28,7 @@ from adacheck_store.format.errors import (
 from . import lock_file
 from .credentials import Credentials, client_context, is_pinned
 from .medium import translate
+from .tls import TlsSocket
 
 UNIX_PATH_BYTES_MAX = 107
 _BACKLOG = 512
@@ -79,7 +80,7 @@ class Endpoint:
 
 def connect(
     endpoint: Endpoint, timeout_s: float, credentials: Credentials | None = None
-) -> socket.socket:
+) -> socket.socket | TlsSocket:
     """A connection, proven to lead to our own user or to the run's key.
 
     Raises `TierUnavailableError` where nobody answers in time, `PeerRefusedError` where the other
@@ -134,24 +135,23 @@ def _connect_unix(endpoint: Endpoint, end: float) -> socket.socket:
     return sock
 
 
-def _connect_tls(endpoint: Endpoint, end: float, credentials: Credentials) -> socket.socket:
+def _connect_tls(endpoint: Endpoint, end: float, credentials: Credentials) -> TlsSocket:
     family, address = _resolve(endpoint, _left(end))
-    plain = socket.socket(family, socket.SOCK_STREAM)
-    sock: socket.socket = plain
+    sock = socket.socket(family, socket.SOCK_STREAM)
     try:
-        plain.settimeout(_left(end))
-        plain.connect(address)
-        plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        plain.settimeout(_left(end))
-        sock = tls = client_context(credentials).wrap_socket(
-            plain, server_hostname=credentials.server_name
-        )
+        sock.settimeout(_left(end))
+        sock.connect(address)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.settimeout(_left(end))
+        context = client_context(credentials)
+        tls = TlsSocket(sock, context, server_hostname=credentials.server_name)
+        tls.do_handshake()
         if not is_pinned(tls, credentials.fingerprint):
             raise PeerRefusedError("another key than the run's", path=str(endpoint))
     except BaseException:
         sock.close()
         raise
-    return sock
+    return tls
 
 
 def _resolve(endpoint: Endpoint, timeout_s: float) -> tuple[int, Any]:

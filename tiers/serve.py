@@ -225,8 +225,8 @@ class Server:
         else:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             where = f"{address[0]}:{address[1]}" if isinstance(address, tuple) else "?"
-            sock = self._runs.wrap(sock)
-        return Connection(sock, where, time.monotonic(), self._limits)
+        end = sock if listener.endpoint.path else self._runs.wrap(sock)
+        return Connection(end, where, time.monotonic(), self._limits)
 
     def _step(self, connection: Connection) -> None:
         if connection.stage is Stage.HANDSHAKE:

@@ -16,6 +16,7 @@ from adacheck_store.format.errors import MalformedError, PeerRefusedError
 from .channel import Channel, ChannelError, Limits
 from .credentials import RunContexts
 from .serve_calls import PeerInfo
+from .tls import TlsSocket
 from .wire import VERSION, Frame, Inbox, Kind
 
 _RECV_BYTES = 4096
@@ -76,8 +77,10 @@ class Session:
 class Connection:
     """A connection, owned by the server's loop unless its stage is LENT."""
 
-    def __init__(self, sock: socket.socket, where: str, born: float, limits: Limits) -> None:
-        tls = isinstance(sock, ssl.SSLSocket)
+    def __init__(
+        self, sock: socket.socket | TlsSocket, where: str, born: float, limits: Limits
+    ) -> None:
+        tls = isinstance(sock, TlsSocket)
         self.channel = Channel(sock, limits)
         self.where = where
         self.born = born
@@ -91,7 +94,7 @@ class Connection:
     def shake(self, runs: RunContexts) -> bool:
         """Go on with the handshake; True when it is done. Raises `ChannelError`."""
         sock = self.channel.sock
-        assert isinstance(sock, ssl.SSLSocket)
+        assert isinstance(sock, TlsSocket)
         try:
             sock.do_handshake()
         except ssl.SSLWantReadError:
