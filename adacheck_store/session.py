@@ -38,7 +38,7 @@ from .opening import Opened, Opening, without_unbegun
 from .recovery import RestorePlan
 from .restore import Restored, refuse_unknown, restore_state
 from .status import Status, status_of, unsaved
-from .store import Store, open_store
+from .store import Store, open_store, refuse_set_aside
 from .terms import claim_term
 from .upkeep import Upkeep
 from .writer import Writer
@@ -171,6 +171,8 @@ class RunSession:
         self._catalog = self._read_catalog()
         if resume != "never":
             refuse_unknown(self._catalog)
+            if not self.has_history:
+                refuse_set_aside(self.store, self.run)
         history = resume != "never" and self.has_history
         if step is not None and resume != "never" and not history:
             raise RestoreError("the run has no history", run=self.run, step=step)

@@ -14,6 +14,7 @@ from adacheck_store.format.errors import (
     AdaCheckError,
     FormatError,
     NotOursError,
+    RestoreError,
     TierDamagedError,
     TierError,
     TooNewError,
@@ -22,7 +23,7 @@ from adacheck_store.format.errors import (
 )
 from adacheck_store.tiers.base import Tier
 from adacheck_store.tiers.lmdb import LmdbTier
-from adacheck_store.tiers.lmdb_check import quarantine
+from adacheck_store.tiers.lmdb_check import mentions, quarantine
 from adacheck_store.tiers.medium import translate
 from adacheck_store.tiers.memory import MemoryTier
 from adacheck_store.tiers.object_local import LocalObjects
@@ -42,7 +43,8 @@ class Store:
     """Tiers nearest first. ``near`` takes what a trainer appends; ``far`` keeps the log.
 
     For ``memory://`` both are one. ``troubles`` are tiers of the store that could not be opened
-    for reading: what they hold is unknown, not absent. Close it when done.
+    for reading: what they hold is unknown, not absent. ``aside`` are folders of LMDBs that were
+    set aside as damaged. Close it when done.
     """
 
     url: str
@@ -50,6 +52,7 @@ class Store:
     far: Tier
     others: tuple[Tier, ...] = ()
     troubles: tuple[Trouble, ...] = ()
+    aside: tuple[Path, ...] = ()
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
@@ -76,6 +79,20 @@ class Store:
         trace: TracebackType | None,
     ) -> None:  # fmt: skip
         self.close()
+
+
+def refuse_set_aside(store: Store, run: str) -> None:
+    """A run without history is not begun anew beside a damaged LMDB that tells of it.
+
+    Raises `RestoreError`.
+    """
+    for folder in store.aside:
+        if mentions(str(folder), run):
+            raise RestoreError(
+                "no history is found, and a damaged LMDB that was set aside has records of this "
+                "run", run=run, path=str(folder),
+                hint="bring the objects back; resume='never' begins the run anew",
+            )  # fmt: skip
 
 
 def local_folder(url: str) -> Path:
@@ -139,7 +156,8 @@ def open_store(
             tier.close()
         raise
     far, near = opened
-    return Store(url, near, far, tuple(others), tuple(troubles))
+    aside = tuple(sorted(path.parent for path in folder.glob("*-damaged-*/data.mdb")))
+    return Store(url, near, far, tuple(others), tuple(troubles), aside)
 
 
 def _refuse_foreign(root: Path) -> None:

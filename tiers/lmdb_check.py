@@ -22,6 +22,7 @@ DATA_FILE = "data.mdb"
 _META_BYTES = 152
 _HEADER_BYTES = 16
 _ATTEMPTS = 5
+_PIECE_BYTES = 4 << 20
 _BRANCH, _BIG_DATA = 0x01, 0x01
 
 
@@ -70,6 +71,18 @@ def quarantine(path: str) -> str:
     durable.rename(path, target, "lmdb.quarantine")
     durable.fsync_path(os.path.dirname(path), "local.folder.fsync")
     return target
+
+
+def mentions(path: str, run: str) -> bool:
+    """True if a folder's LMDB, whatever its structure, has the key of a record of a run in it."""
+    wanted = b"h" + f"{run}/t".encode()  # how the entries of its heads begin
+    rest = b""
+    with open(os.path.join(path, DATA_FILE), "rb") as file:
+        while piece := file.read(_PIECE_BYTES):
+            if wanted in rest + piece:
+                return True
+            rest = piece[-len(wanted) :]
+    return False
 
 
 def _findings(path: str) -> list[str]:

@@ -13,11 +13,11 @@ from adacheck_store.tiers import lmdb_check
 from adacheck_store.tiers.zarr import ZarrTier
 
 
-def _attach(store: str) -> tuple:
+def _attach(store: str, run: str = "run", **options: str) -> tuple:
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    return model, optimizer, ada.attach(model, optimizer, run="run", store=store)
+    return model, optimizer, ada.attach(model, optimizer, run, store, **options)
 
 
 def _write(store: str) -> None:
@@ -96,3 +96,10 @@ def test_a_run_is_not_begun_anew_beside_its_damaged_lmdb(tmp_path: Path) -> None
     _, _, ckpt = _attach(store)
     with ckpt, pytest.raises(RestoreError, match="set aside as"):
         ckpt.restore()
+    _, _, ckpt = _attach(store)  # another start meets no damage, and still knows
+    with ckpt, pytest.raises(RestoreError, match="has records of this run"):
+        ckpt.restore()
+    for run, options in (("other", {}), ("run", {"resume": "never"})):
+        _, _, ckpt = _attach(store, run, **options)
+        with ckpt:
+            assert ckpt.restore().fresh
