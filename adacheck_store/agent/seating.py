@@ -19,27 +19,38 @@ def reseat(view: View, now: float, away_s: float) -> None:
     """
     if view.opened is None:
         return
-    load = dict.fromkeys((n for n in view.opened.domains if view.live(n, now)), 0)
-    for seat in view.seats.values():
-        for name in seat.holders[1:]:
-            if name in load:
-                load[name] += 1
+    load: dict[str, int] | None = None
     for chain, seat in list(view.seats.items()):
         if not view.owns(chain):
             continue
-        able = {name: count for name, count in load.items() if not view.no_room(name, chain)}
-        kept = [name for name in seat.holders if name in able or _stays(view, name, now, away_s)]
-        while len(kept) <= view.opened.k:
-            spare = choose(kept, view.opened.domains, able)
-            if spare is None:
-                break
-            kept.append(spare)
+        kept = [name for name in seat.holders if _stays(view, name, chain, now, away_s)]
+        if len(kept) <= view.opened.k:
+            load = _load(view, now) if load is None else load
+            able = {name: count for name, count in load.items() if not view.no_room(name, chain)}
+            while len(kept) <= view.opened.k:
+                spare = choose(kept, view.opened.domains, able)
+                if spare is None:
+                    break
+                kept.append(spare)
         if tuple(kept) != seat.holders:
             view.seats[chain] = Seat(seat.version + 1, tuple(kept))
             view.version += 1
 
 
-def _stays(view: View, name: str, now: float, away_s: float) -> bool:
-    """True for a holder that is silent, and not yet for too long."""
+def _stays(view: View, name: str, chain: str, now: float, away_s: float) -> bool:
+    """True for a holder that is live and has room, or is silent for not too long yet."""
+    if view.live(name, now):
+        return not view.no_room(name, chain)
     peer = view.peers.get(name)
-    return peer is not None and not view.live(name, now) and now - peer.heard_at <= away_s
+    return peer is not None and now - peer.heard_at <= away_s
+
+
+def _load(view: View, now: float) -> dict[str, int]:
+    """What every live node holds for others, in seats."""
+    assert view.opened is not None
+    load = dict.fromkeys((name for name in view.opened.domains if view.live(name, now)), 0)
+    for seat in view.seats.values():
+        for name in seat.holders[1:]:
+            if name in load:
+                load[name] += 1
+    return load

@@ -71,7 +71,7 @@ def make_plan(seed: int) -> Plan:
     nodes = rng.choice([2, 3, 3, 3, 4])
     k = 2 if nodes > 2 and rng.random() < 0.2 else 1
     steps = rng.randint(3, 6)
-    step_s = rng.choice([0.1, 0.1, 0.1, 0.7])
+    step_s = rng.choice([0.1, 0.1, 0.1, 0.1, 0.1, 0.7])
     end = 0.4 + steps * step_s * 1.5
     times = [round(rng.uniform(0.1, end), 3) for _ in range(rng.choice([1, 1, 2, 2, 3, 4]))]
     faults = tuple(
