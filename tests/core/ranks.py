@@ -123,6 +123,19 @@ class BlindTier(WrapperTier):
         return super().read(key, array, first, count)
 
 
+class NotingTier(WrapperTier):
+    """A tier that notes the keys put into it."""
+
+    def __init__(self, inner: Tier, keys: list[str]) -> None:
+        super().__init__(inner)
+        self._keys = keys
+
+    def put(self, sources: Sequence[Source]) -> None:
+        """Note, and hand on."""
+        self._keys += [source.key for source in sources]
+        super().put(sources)
+
+
 class Fleet:
     """Ranks with a near tier each and one far tier, and a journal of what each rank had."""
 

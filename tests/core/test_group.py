@@ -17,8 +17,8 @@ from adacheck_store.format.keys import parse_key
 from adacheck_store.group import SOLO, lead, same, share, together
 from adacheck_store.plan_json import decode_plan, encode_plan
 from adacheck_store.retention import floor_of, tier_catalog
-from tests.core.kit import QUICK, Journal, make_toy
-from tests.core.ranks import BlindTier, CutTier, Fleet, Killed, on_ranks
+from tests.core.kit import QUICK, BrokenTier, Journal, KeptTier, make_toy
+from tests.core.ranks import BlindTier, CutTier, Fleet, Killed, NotingTier, on_ranks
 
 LATE = dataclasses.replace(QUICK, object_lag=1000, object_lag_s=1000.0)
 """Nothing but bases is drained."""
@@ -248,3 +248,54 @@ def test_near_tiers_of_one_part_are_pruned_behind_the_far_one():
     assert all(step > 8 for step in steps)
     restored = fleet.life(0)
     assert restored[0].step == restored[1].step == max(fleet.journals[0].at)
+
+
+def test_a_near_tier_keeps_what_a_rank_that_is_behind_may_need():
+    """Rank 1 stops saving at step 10; then the far tier is lost: all go back to step 10."""
+    fleet = Fleet(2)
+
+    def live(group):
+        session = fleet.session(group)
+        toy, _ = fleet.begin(group, session)
+        fleet.train(group, session, toy, 10)
+        session.flush(30)
+        broken = BrokenTier(session.store.near)
+        if group.rank == 1:
+            broken.fault = lambda keys: TierFullError("full")
+            session._writer._near = broken
+        for _ in range(16):
+            fleet.train(group, session, toy, 2)
+            if group.rank == 0:
+                session.flush(30)
+        session.close()
+
+    assert on_ranks(2, live) == [None, None]
+    fleet.far = KeptTier("far")
+    restored = fleet.life(0)
+    assert [found.step for found in restored] == [10, 10]
+    assert [found.lost for found in restored] == [32, 32]
+
+
+def test_each_rank_writes_what_is_its_own():
+    """Its part and extra; what concerns all is written by rank 0 alone."""
+    fleet = Fleet(2, dataclasses.replace(QUICK, object_lag=1000, object_lag_s=1000.0))
+    fleet.life(13)
+    noted = [[], []]
+
+    def live(group):
+        session = fleet.session(group)
+        far = NotingTier(fleet.far, noted[group.rank])
+        session.store = dataclasses.replace(session.store, far=far)
+        toy, _ = fleet.begin(group, session)
+        for _ in range(20):
+            fleet.train(group, session, toy, 2)
+            session.flush(30)
+        session.close()
+
+    assert on_ranks(2, live) == [None, None]
+    for rank, keys in enumerate(noted):
+        found = {parse_key(key) for key in keys}
+        parts = {key.part for key in found if key.kind in ("base", "delta", "extra")}
+        assert parts == {f"p{rank:06d}", f"r{rank:06d}"}
+        assert any(key.kind == "claim" or key.kind == "log" for key in found) == (rank == 0)
+    assert sum("/log/" in key for key in noted[0]) >= 2
