@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -27,11 +27,10 @@ from adacheck_store.format.errors import (
     TierUnavailableError,
 )
 
-from .base import Tier
 from .channel import LIMITS, ChannelError, Limits
 from .credentials import Credentials, RunContexts
 from .endpoint import Endpoint, Listener, peer_user, widen
-from .serve_calls import Calls, Control, PeerInfo, no_control
+from .serve_calls import Calls, Control, PeerInfo, Tiers, no_control
 from .serve_connection import Connection, Hello, Session, Stage, read_hello
 from .wire import VERSION, Frame, Kind, error_head
 from .workers import Workers
@@ -66,7 +65,7 @@ class Server:
     """
 
     def __init__(
-        self, endpoints: Sequence[Endpoint | str], tiers: Mapping[str, Tier],
+        self, endpoints: Sequence[Endpoint | str], tiers: Tiers,
         control: Control = no_control, *, credentials: Iterable[Credentials] = (),
         limits: Limits = LIMITS, bounds: Bounds = BOUNDS,
     ) -> None:  # fmt: skip

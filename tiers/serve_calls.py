@@ -47,6 +47,10 @@ Control = Callable[[str, Mapping[str, Any], bytes, PeerInfo], tuple[Mapping[str,
 """Answers a control call: verb, head, payload and caller -> head and payload."""
 
 
+Tiers = Mapping[str, Tier | Callable[[PeerInfo], Tier]]
+"""Tiers by name; one that answers each caller otherwise is made of who calls."""
+
+
 def no_control(
     verb: str, head: Mapping[str, Any], payload: bytes, peer: PeerInfo
 ) -> tuple[Mapping[str, Any], bytes]:
@@ -72,7 +76,7 @@ def refuse(channel: Channel, exc: Exception, *, of_tier: bool) -> None:
 class Calls:
     """Answers calls, by tiers and a control handler."""
 
-    def __init__(self, tiers: Mapping[str, Tier], control: Control = no_control) -> None:
+    def __init__(self, tiers: Tiers, control: Control = no_control) -> None:
         self._tiers = tiers
         self._control = control
         # Fresh memory costs as much as what is received into it: a few buffers are kept.
@@ -115,7 +119,7 @@ class Calls:
             raise UnsupportedError(
                 f"an agent without a tier {name[:100]!r}", hint=f"it has {sorted(self._tiers)}"
             )
-        return tier
+        return tier if isinstance(tier, Tier) else tier(call.peer)
 
     # -- the verbs --
 

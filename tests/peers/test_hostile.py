@@ -25,7 +25,7 @@ from adacheck_store.tiers.pool import Peer
 from adacheck_store.tiers.serve import Server
 from adacheck_store.tiers.wire import Kind
 from tests.conformance.records import MIB, World, grads, noise, same
-from tests.peers.host import BOUNDS, RUN, Host, hosted
+from tests.peers.host import BOUNDS, LIMITS, RUN, Host, hosted
 from tests.peers.raw import Raw, Session, hostile_context, plain
 
 KEY = credentials.make(RUN)
@@ -58,7 +58,7 @@ class Agent:
         fresh = PeerTier(peer, "ram")
         for tier in (fresh, self.tier):
             began = time.monotonic()
-            source = WORLD.delta(next(self.steps), grads())
+            source = WORLD.delta(next(self.steps), grads(100_000))
             tier.put([source])
             assert same(tier, [source])
             tier.delete([source.key])
@@ -185,7 +185,7 @@ def test_idle_clients(agent: Agent, way: str, count: int) -> None:
     assert stats["rss"] < before["rss"] + (100 << 20)
     agent.serves()
     if way == "unix":
-        time.sleep(NOTICE_S)
+        time.sleep(LIMITS.beat_s + LIMITS.silence_s + 0.2)
         assert agent.stats()["sessions"] >= count
     stop.set()
     beating.join(timeout=10)

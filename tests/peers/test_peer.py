@@ -350,6 +350,24 @@ def test_errors_come_with_the_place_they_have_here(tmp_path: Path) -> None:
     server.close()
 
 
+def test_a_tier_may_depend_on_who_calls(tmp_path: Path) -> None:
+    """As a sync that speaks of what this caller has put, and of nothing else."""
+    mine: dict[str, MemoryTier] = {}
+    server = Server(
+        [f"unix:{tmp_path}/a.sock"],
+        {"own": lambda peer: mine.setdefault(peer.session, MemoryTier())},
+    )
+    one, two = (PeerTier(Peer(server.endpoints[0]), "own") for _ in range(2))
+    world = World()
+    one.put(world.roots())
+    assert len(list(one.list(""))) == 2
+    assert not list(two.list(""))
+    assert len(mine) == 2
+    for tier in (one, two):
+        tier.close()
+    server.close()
+
+
 def test_a_forked_child_makes_its_own(tmp_path: Path) -> None:
     """A connection belongs to one process; the parent's goes on."""
     server = Server([f"unix:{tmp_path}/a.sock"], {}, lambda *call: ({}, call[2]))
