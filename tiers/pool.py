@@ -44,6 +44,8 @@ class Peer:
         self.endpoint = Endpoint.parse(endpoint) if isinstance(endpoint, str) else endpoint
         self.run = credentials.run if credentials else run
         self.limits = limits
+        self.client = new_nonce()
+        """Name of this client to the agent, whatever happens to its connections."""
         self._credentials = credentials
         self._most = max(2, connections)
         self._streams = threading.BoundedSemaphore(self._most - 1)
@@ -187,8 +189,9 @@ class Peer:
         sock = connect(self.endpoint, self.limits.connect_s, self._credentials)
         channel = Channel(sock, self.limits)
         hello = {
-            "verb": "hello", "speaks": [VERSION, VERSION], "session": session.name, "role": role,
-            "run": self.run, "software": f"adacheck-store {adacheck_store.__version__}",
+            "verb": "hello", "speaks": [VERSION, VERSION], "session": session.name,
+            "client": self.client, "role": role, "run": self.run,
+            "software": f"adacheck-store {adacheck_store.__version__}",
         }  # fmt: skip
         try:
             channel.send(Kind.CALL, hello)

@@ -278,7 +278,9 @@ class Server:
             raise PeerRefusedError(
                 f"a hello of run {hello.run[:128]!r} under the key of {connection.run!r}"
             )
-        peer = PeerInfo(hello.session, hello.run, proven, connection.where, hello.software)
+        peer = PeerInfo(
+            hello.session, hello.client, hello.run, proven, connection.where, hello.software
+        )
         session = self._sessions.get(hello.session)
         if hello.pulse and session is None:
             session = self._sessions[hello.session] = Session(peer, time.monotonic())

@@ -34,9 +34,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class PeerInfo:
-    """Who calls. ``run`` is proven where ``proven`` says so (TLS), else what the caller said."""
+    """Who calls. ``run`` is proven where ``proven`` says so (TLS), else what the caller said.
+
+    ``client`` is the same as long as the caller's `Peer` lives; ``session`` changes whenever its
+    connections were lost.
+    """
 
     session: str
+    client: str
     run: str
     proven: bool
     where: str

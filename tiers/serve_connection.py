@@ -37,6 +37,7 @@ class Hello:
     """The first call on a connection: who calls, and whether to beat or to make calls."""
 
     session: str
+    client: str
     run: str
     pulse: bool
     software: str
@@ -59,10 +60,11 @@ def read_hello(frame: Frame, mine: str) -> Hello:
         role = strict.text(head.get("role"))
         if role not in ("pulse", "calls"):
             raise ValueError(f"role {role[:80]!r}")
-        session, run = strict.text(head.get("session")), strict.text(head.get("run"), empty=True)
+        session, client = strict.text(head.get("session")), strict.text(head.get("client"))
+        run = strict.text(head.get("run"), empty=True)
     except ValueError as exc:
         raise MalformedError(f"hello: {exc}"[:200], rule="hello") from exc
-    return Hello(session, run, role == "pulse", software)
+    return Hello(session, client, run, role == "pulse", software)
 
 
 @dataclass(slots=True)

@@ -71,8 +71,8 @@ class Raw:
     ) -> str:
         """Say hello, with some fields changed, and no more; returns the session's name."""
         session = session or secrets.token_hex(8)
-        head = {"verb": "hello", "speaks": [1, 1], "session": session, "role": role, "run": run,
-                "software": "tests"}  # fmt: skip
+        head = {"verb": "hello", "speaks": [1, 1], "session": session, "client": "tests",
+                "role": role, "run": run, "software": "tests"}  # fmt: skip
         self.say({**head, **(changes or {})})
         return session
 

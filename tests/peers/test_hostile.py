@@ -379,7 +379,7 @@ def test_mixed_versions(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
     "changes",
     [
         {"verb": "ping"}, {"speaks": 1}, {"speaks": [1]}, {"speaks": ["1", "1"]}, {"role": "king"},
-        {"role": "calls"}, {"session": None}, {"session": "x" * 5000}, {"run": 7},
+        {"role": "calls"}, {"session": None}, {"client": None}, {"session": "x" * 5000}, {"run": 7},
         {"software": None},
     ],
 )  # fmt: skip
@@ -400,10 +400,9 @@ def test_out_of_turn(agent: Agent) -> None:
     twice.hello("calls", session.name)
     taken.hello("pulse", session.name)
     frame = wire.encode(Kind.CALL, 1, {"verb": "echo"})
-    early.sock.sendall(
-        wire.encode(Kind.CALL, 0, {"verb": "hello", "speaks": [1, 1], "session": session.name,
-                                   "role": "calls", "run": "", "software": ""}) + frame[:-3]
-    )  # fmt: skip
+    hello = {"verb": "hello", "speaks": [1, 1], "session": session.name, "client": "c",
+             "role": "calls", "run": "", "software": ""}  # fmt: skip
+    early.sock.sendall(wire.encode(Kind.CALL, 0, hello) + frame[:-3])
     session.calls[0].say({"verb": "echo"}, kind=Kind.ANSWER)
     for raw in (twice, taken, early, session.calls[0]):
         assert raw.ended()
