@@ -15,13 +15,13 @@ class Acks:
     """Syncs that wait, and what was put over each connection."""
 
     def __init__(self) -> None:
-        self._put: dict[str, dict[str, int]] = {}
+        self._put: dict[str, tuple[str, dict[str, int]]] = {}
         self._waiting: list[Sync] = []
 
     def note(self, conn: str, refs: Iterable[RecordRef]) -> None:
-        """Records came over a trainer's connection."""
-        steps = self._put.setdefault(conn, {})
+        """Records of a term came over a trainer's connection."""
         for ref in refs:
+            _, steps = self._put.setdefault(conn, (ref.term, {}))
             steps[ref.part] = max(ref.step, steps.get(ref.part, 0))
 
     def wait(self, sync: Sync) -> None:
@@ -51,9 +51,12 @@ class Acks:
     def _answer(self, sync: Sync, view: View, now: float) -> Command | None:
         if sync.conn not in self._put:
             return Refuse(sync.token, "lost", "this agent knows of nothing put: it has restarted")
+        term, put = self._put[sync.conn]
+        if term < view.term:  # its steps are not those that the marks speak of
+            return Refuse(sync.token, "term", f"term {view.term} has the run")
         holders: set[str] | None = None
         short = False
-        for chain, step in self._put[sync.conn].items():
+        for chain, step in put.items():
             found = _producers(view, chain, step, now)
             if found is None:
                 if _hopeless(view, chain, step, now):

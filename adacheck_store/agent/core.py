@@ -140,21 +140,21 @@ class AgentCore:
     # Records ---------------------------------------------------------------------------------
 
     def _offered(self, event: ev.Offered, now: float) -> Iterable[Command]:
-        if event.term and event.term < self.view.term:
-            yield ev.Refuse(event.token, "term", f"term {self.view.term} has the run")
-        else:
-            self._offers.append((now + (HOLD_PEER_S if event.peer else HOLD_S), event))
-            self.view.has(event.peer, event.refs)
-            if self.view.opened is None:  # nothing is known of the run: no reserves, no hold
-                yield from self._admissions(now)
+        self._offers.append((now + (HOLD_PEER_S if event.peer else HOLD_S), event))
+        self.view.has(event.peer, event.refs)
+        if self.view.opened is None:  # nothing is known of the run: no reserves, no hold
+            yield from self._admissions(now)
 
     def _admissions(self, now: float) -> Iterable[Command]:
         """Let in what there is room for; refuse what has waited too long."""
         waiting, self._offers = self._offers, []
         self._pressed.clear()
         for deadline, offer in waiting:
-            place = self._room(offer, now)
-            if place:
+            fenced = offer.term and offer.term < self.view.term
+            place = 0 if fenced else self._room(offer, now)
+            if fenced:
+                yield ev.Refuse(offer.token, "term", f"term {self.view.term} has the run")
+            elif place:
                 yield ev.Admit(offer.token, place)
             elif now >= deadline:
                 yield ev.Refuse(offer.token, "full", "no memory for it, and no LMDB that has room")
@@ -343,4 +343,5 @@ class AgentCore:
 
     def _tick(self, event: ev.Tick, now: float) -> Iterable[Command]:
         reseat(self.view, now, self.settings.away_s)
+        self._foldable = True  # what there was no room for, perhaps
         return ()

@@ -142,7 +142,7 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Admit:
-    """Let an offer be put, into that place; then `Stored` or `Failed`."""
+    """Let an offer be put, into that place; then `Stored` or `Failed` (also if nobody waits)."""
 
     token: str
     place: int

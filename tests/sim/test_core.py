@@ -127,10 +127,21 @@ def test_a_sync_of_what_another_process_was_given_is_refused() -> None:
 def test_an_older_term_is_refused() -> None:
     agent = core()
     agent.handle(opened(T2), 0.1)
-    assert agent.handle(ev.Offered("t", (ref("delta", 9),), T1), 0.2)[0] == ev.Refuse(
-        "t", "term", f"term {T2} has the run"
-    )
+    (refused,) = of(ev.Refuse, agent.handle(ev.Offered("t", (ref("delta", 9),), T1), 0.2))
+    assert refused == ev.Refuse("t", "term", f"term {T2} has the run")
     assert of(ev.Refuse, agent.handle(opened(T1, token="late"), 0.2))[0].why == "term"
+
+
+def test_who_waits_is_refused_when_a_newer_term_begins() -> None:
+    """Its steps are others than those of the same number in the new term."""
+    agent = core(total=2 * 100 + 5 * 11, places=0)
+    for step in range(5):
+        put(agent, ref("delta", step + 1), ref("extra", step + 1))
+    agent.handle(ev.Offered("x", (ref("delta", 6),), T1), 1.0)
+    agent.handle(ev.Sync("s", "c", 99.0), 1.0)
+    agent.handle(report("c", ((0, 0),)), 1.0)  # who may still bring the base
+    refused = of(ev.Refuse, agent.handle(opened(T2), 1.1))
+    assert {(said.token, said.why) for said in refused} == {("x", "term"), ("s", "term")}
 
 
 def test_attach_is_refused_with_the_bytes_it_needs() -> None:

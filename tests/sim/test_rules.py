@@ -17,6 +17,7 @@ from adacheck_store.agent.leases import Lease
 from adacheck_store.agent.marks import NOTHING, Mark
 from adacheck_store.agent.replica import ExtraReplica, PartReplica
 from adacheck_store.agent.view import View
+from adacheck_store.catalog import RecordRef
 from adacheck_store.proof import Proof, Segment
 from tests.sim.histories import Fault, Plan, make_plan, run
 from tests.sim.truth import Violation
@@ -215,12 +216,36 @@ def test_catalog_while_folding(monkeypatch: pytest.MonkeyPatch) -> None:
     breaks(of_kind("zombie", "slow plan", "zombie"), off, monkeypatch, "has dropped it")
 
 
-def test_a_zombie_stops(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An agent refuses the trainers of a term that another one has followed."""
+def _unfenced_puts(patch: pytest.MonkeyPatch) -> None:
+    """Offers of any term are let in."""
     real = core.AgentCore._offered
 
     def offered(self: core.AgentCore, event: ev.Offered, now: float) -> Iterable[ev.Command]:
         return real(self, dataclasses.replace(event, term=""), now)
 
-    off = lambda patch: patch.setattr(core.AgentCore, "_offered", offered)  # noqa: E731
-    breaks(of_kind("zombie"), off, monkeypatch, "deadlock")
+    patch.setattr(core.AgentCore, "_offered", offered)
+
+
+def _unfenced_syncs(patch: pytest.MonkeyPatch) -> None:
+    """Syncs of any term are answered by what marks say of the newest."""
+    real = acks.Acks.note
+
+    def note(self: acks.Acks, conn: str, refs: Iterable[RecordRef]) -> None:
+        real(self, conn, [dataclasses.replace(ref, term="~") for ref in refs])
+
+    patch.setattr(acks.Acks, "note", note)
+
+
+def test_a_zombie_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent refuses the trainers of a term that another one has followed."""
+
+    def off(patch: pytest.MonkeyPatch) -> None:
+        _unfenced_puts(patch)
+        _unfenced_syncs(patch)
+
+    breaks(of_kind("zombie"), off, monkeypatch, "its term is past")
+
+
+def test_a_zombie_is_not_acknowledged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sync that waits when a newer term begins is not about that term's steps."""
+    breaks(of_kind("zombie", "cut holders"), _unfenced_syncs, monkeypatch, "its term is past")

@@ -202,6 +202,8 @@ class Rank:
             if self.gap is not None and self.gap <= step:
                 self.gap = None
             self.closer, self.exposed = None, False
+        if self.agent.core.view.term > self.job.term:
+            raise Violation(f"{self.conn} is acknowledged step {step}, and its term is past")
         self.acked, self.acked_short = step, answer.short
         if not answer.short:
             self.world.truth.acknowledged(self.job.term, step, self.number, answer.holders)
