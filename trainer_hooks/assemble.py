@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from adacheck_store.boundary import Link
@@ -17,7 +19,10 @@ from .held import typed_groups
 from .layouts import Binding
 from .outside import OutsideWatch
 from .stager import HostBuffer, Stager, StateArea
+from .unfolded import state_trees
 from .updates import CapturedUpdate
+
+log = logging.getLogger(__name__)
 
 
 class StartBoundary(ClosedBoundary):
@@ -108,6 +113,35 @@ class Assembly:
         except BaseException:
             self._release(buffer, area)
             raise
+
+    def moment(self, step: int, extras: Mapping[str, Any]) -> ClosedBoundary:
+        """A boundary without an update or a base: what `again` needs of it."""
+        return ClosedBoundary(
+            step=step, encoder=self.encoder, buffer=None, area=None, updates=(),
+            copies=self.watch.stage(None), groups=boundary_groups(self.binding), arrays=[],
+            states={}, extras=extras, on_release=self._release,
+        )  # fmt: skip
+
+    def again(self, last: ClosedBoundary, gap: Mapping[str, Any]) -> ClosedBoundary | None:
+        """The last boundary with a captured base, where no update was made since; waits for copies.
+
+        What a forward, or the loop, may have changed meanwhile is as the boundary has it. None
+        where that cannot be.
+        """
+        if last.encoder is not self.encoder or self.watch.changed():
+            log.warning("step %d is not kept: tensors have been changed since", last.step)
+            return None
+        extras = {**last.extras, **state_trees(self.binding)}
+        states, area = section_states(self.binding), self._filled_area()
+        area.settle()  # and so have all copies before
+        copies = [replace(item, data=item.data.clone()) for item in last.copies]
+        for item in copies:
+            area.views[item.key].copy_(item.data)
+        return ClosedBoundary(
+            step=last.step, encoder=self.encoder, buffer=None, area=area, updates=(),
+            copies=copies, groups=last.groups, arrays=existing_arrays(self.binding),
+            states=states, extras=extras, on_release=self._release, gap=gap,
+        )  # fmt: skip
 
     def failed(self, step: int, error: AdaCheckError | None) -> ClosedBoundary:
         """A boundary whose update was not captured: the writer opens a gap for it."""

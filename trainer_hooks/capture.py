@@ -30,10 +30,7 @@ from .outside import OutsideWatch
 from .pending import PendingGrads
 from .shards import local, odd_gradient, version
 from .stager import GradArea, HostBuffer, Stager, round_into, staged_dtype
-from .updates import CapturedUpdate
-
-FUSED_WIDTH = 16
-"""Elements that the widest fused kernel takes at once (AVX-512; 8 under AVX2)."""
+from .updates import CapturedUpdate, walks_otherwise
 
 
 class Listener(Protocol):
@@ -138,6 +135,16 @@ class Capture:
                 self._stage_replay(number, made)
         updates, self._updates, self._buffer, self._scales = self._updates, [], None, []
         return buffer, updates
+
+    def drop(self) -> None:
+        """Forget what was captured: it is no part of the boundary that is closed now."""
+        self._updates, self._scales = [], []
+        for made in self._recordings.values():
+            made.forget()
+
+    def replayed(self) -> bool:
+        """Whether a recorded step was replayed since the last boundary; waits for the device."""
+        return any(made.replays for made in self._recordings.values())
 
     def changes(self, number: int) -> str:
         """How an optimizer's parameters or their state differ from the binding; empty: not."""
@@ -268,18 +275,6 @@ class Capture:
         assert self._binding is not None
         return bool(self._binding.group(self._binding.trained[index]).get("nesterov"))
 
-    def _walks_otherwise(self, param: torch.Tensor, grad: torch.Tensor) -> bool:
-        """Whether torch's fused CPU kernel meets the elements in another order than a fold.
-
-        It walks memory, and treats the last elements of a tensor differently: in a parameter
-        that does not lie in C order they are others, and a gradient must lie like its parameter.
-        """
-        if param.device.type != "cpu":
-            return False
-        if grad.stride() != param.stride() and not (grad.is_contiguous() and param.is_contiguous()):
-            return True
-        return not param.is_contiguous() and param.numel() % FUSED_WIDTH != 0
-
     def _after(self, number: int) -> None:
         if self._binding is None:
             return
@@ -298,6 +293,7 @@ class Capture:
     def _record(self, number: int, found_inf: torch.Tensor | None) -> None:
         """After a step that was recorded, not made: have the graph copy what the step consumes."""
         scales, self._scales = self._scales, []
+        self._recordings[number].count(found_inf)
         if not self._keeps_updates():
             return
         grads: dict[int, torch.Tensor] = {}
@@ -309,7 +305,7 @@ class Capture:
                     self._recordings[number].unrounded.add(id(self._params[index]))
         with torch.no_grad():
             groups = self._optimizers[number].param_groups
-            self._recordings[number].record(grads, groups, scales, found_inf)
+            self._recordings[number].record(grads, groups, scales)
         self._watch.replayed = True
 
     def _stage_replay(self, number: int, made: Recording) -> None:
@@ -321,9 +317,9 @@ class Capture:
             number, held_groups(made.groups), self._area(number),
             scales=tuple(host_copy(scale) for scale in made.scales),
             counts=host_copy(made.counts),
+            beside=any(earlier.optimizer == number for earlier in self._updates),
         )  # fmt: skip
-        with torch.no_grad():
-            made.counts.zero_()
+        made.forget()
         for index in self._unsteady(number):
             self._watch.mark(index)
         targets, sources = [], []
@@ -362,7 +358,7 @@ class Capture:
             if grad is None:
                 continue
             update.given.add(index)
-            if index in unsteady or (fused and self._walks_otherwise(local(param), local(grad))):
+            if index in unsteady or (fused and walks_otherwise(local(param), local(grad))):
                 self._watch.mark(index)
             if self._is_staged(index, grad):
                 continue

@@ -24,12 +24,13 @@ from .layouts import Binding, Match, Optimizers, bind, listed
 from .load import fitting, load
 from .loader import LoaderPosition
 from .names import Model
+from .outside import say_edited
 from .rng import set_rng_state
 from .schedule import BaseSchedule
 from .seam import RestoreReport, Session, told
 from .shards import is_sharded
 from .tracked import Tracked
-from .unfolded import TREE, state_trees, warn
+from .unfolded import state_trees, warn
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +73,7 @@ class Checkpointer:
         self._bases = BaseSchedule(settings)
         self._carried: Any = None
         self._failure: AdaCheckError | None = None
+        self._last: ClosedBoundary | None = None
         self._restoring = self._loading = False
         self._warned = self._edits_told = self._unbound = False
         self._open = True
@@ -140,7 +142,8 @@ class Checkpointer:
     def _begin(self, step: int) -> None:
         def prepared() -> tuple[Assembly, StartBoundary]:
             assembly = Assembly(self._bind(), self._settings)
-            return assembly, assembly.start_boundary(step, self._extras(assembly))
+            extras = self._extras(assembly) | state_trees(assembly.binding)
+            return assembly, assembly.start_boundary(step, extras)
 
         assembly, boundary = self._session.together("buffers", prepared)
         try:
@@ -150,7 +153,7 @@ class Checkpointer:
             )  # fmt: skip
         finally:
             boundary.release()
-        self._step = step
+        self._step, self._last = step, boundary
         self._bases.begin(step)
         self._capture_by(assembly)
 
@@ -188,15 +191,10 @@ class Checkpointer:
         return UPDATES_MAX if len(self._optimizers) > 1 else 1
 
     def edited_late(self, name: str) -> None:
-        """Hook: say once that an edit made after ``optimizer.step()`` is not in its boundary."""
+        """Hook: an edit made after ``optimizer.step()`` is not in its boundary; said once."""
         if name and not self._tracked.explicit and not self._edits_told:
             self._edits_told = True
-            log.warning(
-                "parameter %r was changed after the boundary of step %d, which does not hold the "
-                "change. If the loop changes weights after optimizer.step() (clipping, averaging), "
-                "call track() before restore(), and end_step() after the change; what forward "
-                "does (max_norm) needs nothing", name, self._step,
-            )  # fmt: skip
+            say_edited(name, self._step)
 
     def after_update(self, optimizer: int) -> None:
         """Hook: an update was applied."""
@@ -257,20 +255,23 @@ class Checkpointer:
         self._session.check()
         self._step += 1
         self._updates = [0] * len(self._optimizers)
-        boundary = None
+        boundary = self._last = None
+        due = True
         try:
             if self._unbound or self._step % self._settings.base_every == 0:
                 self._look_for_tensors()
             wanted = self._session.wants_base()
             gap = self._bases.gap(self._step, wanted, self._assembly.binding)
-            if gap is None and not self._assembly.binding.foldable:
-                return
-            if self._failure is None or gap is not None:
+            due = gap is not None or self._assembly.binding.foldable
+            if gap is not None or (due and self._failure is None):
                 boundary = self._boundary(gap)
         except (OrderError, TermError):
             raise
         except Exception as error:
             self._refuse(error)
+        self._last = boundary or self._moment()
+        if not due:
+            return
         if boundary is None:
             boundary = self._assembly.failed(self._step, self._failure)
         self._failure = None
@@ -289,7 +290,7 @@ class Checkpointer:
 
     def _boundary(self, gap: Mapping[str, Any] | None) -> ClosedBoundary:
         assert self._assembly is not None
-        extras = self._extras(self._assembly)
+        extras = self._extras(self._assembly) | state_trees(self._assembly.binding)
         buffer, updates = self._capture.take()
         based = gap is None and self._bases.besides(self._step, self._assembly.encoder.bounded)
         closed = self._assembly.boundary(self._step, buffer, updates, extras, gap, based=based)
@@ -297,10 +298,16 @@ class Checkpointer:
             self._bases.exact = self._step
         return closed
 
+    def _moment(self) -> ClosedBoundary | None:
+        """A boundary that is not handed over, for a base that a flush may ask for."""
+        assert self._assembly is not None
+        self._capture.drop()
+        with contextlib.suppress(Exception):  # said when a boundary fails by it
+            return self._assembly.moment(self._step, self._extras(self._assembly))
+        return None
+
     def _extras(self, assembly: Assembly) -> dict[str, Any]:
         trees = self._tracked.trees()
-        if not assembly.binding.foldable:
-            trees[TREE] = state_trees(assembly.binding)
         trees["loader"] = freeze(self._loader.tree(), "loader")
         if self._carried is not None:
             trees["carried"] = self._carried
@@ -348,15 +355,15 @@ class Checkpointer:
             self._session.flush(timeout_s, far=far, settled=self._close_gap)
 
     def _close_gap(self) -> None:
-        """Keep the last boundary by a captured base, if it is not kept otherwise."""
+        """Keep the last boundary, not what came since, by a base if it is not kept otherwise."""
         assert self._assembly is not None
-        if any(self._updates) or self._unbound:
+        if any(self._updates) or self._unbound or self._capture.replayed():
             return
         unfolded = self._bases.unfolded(self._step, self._assembly.binding, now=True)
         gap = self._session.wants_base(now=True) or unfolded
-        if gap is not None:
-            self._bases.kept = self._step
-            self._session.append(self._boundary(gap))
+        if gap is not None and (again := self._last and self._assembly.again(self._last, gap)):
+            self._bases.kept = self._bases.exact = self._step
+            self._session.append(again)
 
     def status(self) -> Any:
         """Where the writer stands; raises `OrderError` before the first update or `restore`."""

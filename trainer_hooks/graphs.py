@@ -34,6 +34,7 @@ class Recording:
     recorded: list[dict[str, Any]] = field(default_factory=list)
     scales: Sequence[torch.Tensor] = ()
     unrounded: set[int] = field(default_factory=set)
+    _counting: bool = False
 
     @property
     def made(self) -> bool:
@@ -42,9 +43,9 @@ class Recording:
 
     def record(
         self, grads: Mapping[int, torch.Tensor], groups: Sequence[Mapping[str, Any]],
-        scales: Sequence[torch.Tensor], found_inf: torch.Tensor | None,
+        scales: Sequence[torch.Tensor],
     ) -> None:  # fmt: skip
-        """Put the copies and the counting into the graph that is being recorded, after the step.
+        """Put the copies into the graph that is being recorded, after the step.
 
         Several graphs share the memory, so they must be alike.
         """
@@ -70,9 +71,25 @@ class Recording:
         pairs += zip(_numbers(self.groups), _numbers(plain), strict=True)
         for mine, theirs in pairs:
             mine.copy_(theirs)
-        self.counts[0].add_(1)
-        if found_inf is not None:
-            self.counts[1].add_((found_inf != 0).sum())
+
+    def count(self, found_inf: torch.Tensor | None) -> None:
+        """Put the counting into the graph that is being recorded, after the step."""
+        with torch.no_grad():
+            self.counts[0].add_(1)
+            if found_inf is not None:
+                self.counts[1].add_((found_inf != 0).sum())
+        self._counting = True
+
+    def forget(self) -> None:
+        """The replays so far belong to a boundary that is closed."""
+        if self._counting:
+            with torch.no_grad():
+                self.counts.zero_()
+
+    @property
+    def replays(self) -> int:
+        """Replays since the last boundary; waits for the device."""
+        return int(self.counts[0]) if self._counting else 0
 
 
 def _memory_for(value: Any) -> Any:

@@ -9,6 +9,7 @@ the whole slice is kept anew. What all of this misses, the fingerprints find.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,9 @@ from adacheck_store.format.ids import block_digest
 from .copies import copy, host_memory
 from .layouts import Binding, Slot
 from .shards import local, version
-from .stager import HostBuffer
+from .stager import HostBuffer, is_small
+
+log = logging.getLogger(__name__)
 
 Mark = tuple[int, int]
 
@@ -50,6 +53,16 @@ def mark_of(tensor: torch.Tensor) -> Mark:
     return (version(tensor), local(tensor).data_ptr())
 
 
+def say_edited(name: str, step: int) -> None:
+    """Say that a boundary that came by itself has not what the loop did afterwards."""
+    log.warning(
+        "parameter %r was changed after the boundary of step %d, which does not hold the "
+        "change. If the loop changes weights after optimizer.step() (clipping, averaging), "
+        "call track() before restore(), and end_step() after the change; what forward "
+        "does (max_norm) needs nothing", name, step,
+    )  # fmt: skip
+
+
 class OutsideWatch:
     """Finds edits on the training thread; copies what must be kept into a boundary's buffer.
 
@@ -64,6 +77,7 @@ class OutsideWatch:
         self._edited: set[int] = set()
         self._outside: list[Mark] = []
         self._frozen = [slot for slot in binding.outside if slot.item.parameter]
+        self._large = [number for number, slot in enumerate(binding.outside) if not is_small(slot)]
         self._settled: list[Mark] = []
         self.replayed = False
         self.rebase()
@@ -105,14 +119,25 @@ class OutsideWatch:
         late += [self._binding.trained[index] for index in sorted(self._edited)]
         return late[0].item.name if late else ""
 
-    def stage(self, buffer: HostBuffer) -> list[SetCopy]:
-        """Copies of what may have changed otherwise since the last boundary."""
+    def changed(self) -> bool:
+        """Whether something was changed since the last boundary that it has no copy of."""
+        trained = any(
+            mark_of(param) != mark for param, mark in zip(self._params, self._marks, strict=True)
+        )
+        tensors = {number: self._binding.outside[number].item.tensor for number in self._large}
+        large = any(mark_of(tensor) != self._outside[number] for number, tensor in tensors.items())
+        return trained or large or bool(self._edited)
+
+    def stage(self, buffer: HostBuffer | None) -> list[SetCopy]:
+        """Copies of what may have changed otherwise since the last boundary, in the buffer."""
         self.note_edits(range(len(self._params)))
         kept: list[SetCopy] = []
         targets, sources = [], []
         for number, slot in enumerate(self._binding.outside):
             tensor = _checked(slot)
-            target = buffer.outside.get(number)
+            target = buffer.outside.get(number) if buffer is not None else None
+            if target is None and number not in self._large:
+                target = host_memory(slot.shape, tensor)
             if target is None:
                 mark = mark_of(slot.item.tensor)
                 unseen = self.replayed and not slot.item.parameter

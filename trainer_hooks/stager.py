@@ -17,7 +17,7 @@ from adacheck_store.format.errors import TierBusyError
 from adacheck_store.format.layout import Section
 
 from .copies import Landing, remote
-from .layouts import Binding
+from .layouts import Binding, Slot
 
 SMALL_BYTES = 256 << 10
 """Tensors outside the optimizer up to this size have a preallocated place in each buffer."""
@@ -29,6 +29,12 @@ def staged_dtype(section: Section, policy: str) -> torch.dtype:
     """Dtype in which a section's gradients are staged under a gradient policy."""
     dtype = torch_dtype(section.roles[0][1])
     return torch.bfloat16 if policy == "bf16" and dtype == torch.float32 else dtype
+
+
+def is_small(slot: Slot) -> bool:
+    """Whether a tensor outside the optimizer is copied at every boundary."""
+    itemsize = torch_dtype(slot.section.roles[0][1]).itemsize
+    return slot.piece.elements * itemsize <= SMALL_BYTES
 
 
 class GradArea:
@@ -71,7 +77,7 @@ class HostBuffer(Landing):
         self.outside: dict[int, torch.Tensor] = {}
         for number, slot in enumerate(binding.outside):
             dtype = torch_dtype(slot.section.roles[0][1])
-            if slot.piece.elements * dtype.itemsize <= SMALL_BYTES:
+            if is_small(slot):
                 self.outside[number] = self._zeros(slot.piece.elements, dtype).view(slot.shape)
         self.scratch: dict[Any, Any] = {}
 

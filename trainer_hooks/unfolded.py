@@ -41,12 +41,13 @@ def warn(binding: Binding, full_every: int) -> None:
 
 
 def state_trees(binding: Binding) -> dict[str, Any]:
-    """Copies of the state of every optimizer that cannot be folded."""
-    return {
+    """Copies of the state of every optimizer that cannot be folded, by `TREE`; or nothing."""
+    found = {
         str(number): _tree(optimizer, _names(binding, number))
         for number, optimizer in enumerate(binding.optimizers)
         if not binding.specs[number].foldable
     }
+    return {TREE: found} if found else {}
 
 
 def check_trees(trees: Mapping[str, Any], binding: Binding) -> None:

@@ -1,9 +1,11 @@
 """CUDA graphs: a recorded step is captured at `end_step`, whatever the hooks did not see."""
 
+from contextlib import closing
+
 import pytest
 import torch
 
-from adacheck_store.format.errors import OrderError, UnsupportedError
+from adacheck_store.format.errors import OrderError, TierError, UnsupportedError
 from tests.gpu.bodies import Tensors, assert_kept, give_grads, kept_gradients
 from tests.hooks.helpers import attach, new_url, restored
 
@@ -251,3 +253,63 @@ def test_a_recorded_step_may_skip_itself(place, policy):
         ends = [p.detach().cpu().clone() for p in model.parameters()]
     assert_kept(url, wanted)
     assert_restored(place, url, 6, ends)
+
+
+def test_a_replay_beside_a_step_is_said(place, caplog):
+    """Which of both came first is not known at the boundary, so they are not folded."""
+    url = new_url()
+    model = Tensors(place.device)
+    opt = optimizer(place, model)
+    with attach(model, opt, url, base_every=100, strict=False) as ckpt:
+        ckpt.track()
+        ckpt.restore()
+        warmed(model, opt)
+        ckpt.end_step()
+        ckpt.flush(far=False)
+        replay = recorded(place, model, opt)
+        give_grads(model, 2)
+        replay()
+        warmed(model, opt)
+        ckpt.end_step()
+        ends = [p.detach().cpu().clone() for p in model.parameters()]
+    assert (
+        "1 replays of a recorded step beside a step that is not recorded, without end_step()"
+        in caplog.text
+    )
+    assert 2 not in kept_gradients(url)
+    assert_restored(place, url, 2, ends)
+
+
+class Unknown(torch.optim.AdamW):
+    """Nothing is known of it."""
+
+
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, Unknown])
+def test_a_flush_between_a_replay_and_its_boundary_keeps_no_base(place, cls):
+    """The step before is not given the state after it."""
+    url = new_url()
+    model = Tensors(place.device)
+    opt = cls(model.parameters(), lr=1e-2, fused=True, capturable=place.cuda)
+    ckpt = attach(model, opt, url, full_every=100, strict=False)
+    with closing(ckpt):
+        ckpt.track()
+        ckpt.restore()
+        warmed(model, opt)
+        ckpt.end_step()
+        ckpt.flush(far=False)
+        replay = recorded(place, model, opt)
+        give_grads(model, 2)
+        replay()
+        ckpt.end_step()
+        ckpt._session._mistrust(ckpt._session._writer, "a test", 2)
+        give_grads(model, 3)
+        replay()
+        with pytest.raises(TierError, match="a test"):
+            ckpt.flush(far=False)
+
+    def fresh(seed):
+        other = Tensors(place.device, seed)
+        return other, cls(other.parameters(), lr=1e-2, fused=True, capturable=place.cuda)
+
+    with restored(fresh, url) as (_, _, _, report):
+        assert report.step == 1

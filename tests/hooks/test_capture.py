@@ -367,11 +367,10 @@ def test_a1_a_fused_step_that_skips_itself_is_no_boundary():
 
 
 def test_a_new_parameter_that_the_model_does_not_have_is_refused():
-    """It has no name to be kept under; the error comes before the update."""
+    """It has no name to be kept under; the error comes before the first update (see test_later)."""
     model, opt = make()
     with attach(model, opt, new_url()) as ckpt:
         ckpt.restore()
-        train(model, opt)
         opt.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
         with pytest.raises(UnsupportedError, match=r"parameter 0 of group 1.*not in the model"):
             train(model, opt)
