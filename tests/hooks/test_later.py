@@ -154,7 +154,7 @@ def test_leaving_by_an_exception_hides_it_behind_nothing_of_ours(
 ) -> None:
     tier = FullTier("near")
 
-    def opened(store: str, run: str, *, cache: object, settings: Any) -> RunSession:
+    def opened(store: str, run: str, *, settings: Any, **options: Any) -> RunSession:
         return RunSession(Store("memory://x", tier, tier), run, settings)
 
     monkeypatch.setattr(RunSession, "open", opened)
