@@ -96,21 +96,21 @@ class Calls:
 
         Raises `ChannelError` where the connection is of no further use.
         """
-        if call.kind is not Kind.CALL or call.head.get("verb") in ("hello", "ping"):
-            raise ChannelError(f"{call.kind.name} {call.head.get('verb')!r:.50} out of turn")
+        verb = str(call.head.get("verb"))
+        if call.kind is not Kind.CALL or verb in ("hello", "ping"):
+            raise ChannelError(f"{call.kind.name} {verb:.50} out of turn")
         try:
-            self._dispatch(channel, call, peer)
+            self._dispatch(verb, channel, call, peer)
         except ChannelError:
             raise
         except Exception as exc:
-            refuse(channel, exc, of_tier=call.head.get("verb") in self._verbs)
+            refuse(channel, exc, of_tier=verb in self._verbs)
 
-    def _dispatch(self, channel: Channel, call: Frame, peer: PeerInfo) -> None:
+    def _dispatch(self, verb: str, channel: Channel, call: Frame, peer: PeerInfo) -> None:
         payload = channel.payload(call)
-        verb = call.head.get("verb")
-        known = self._verbs.get(verb) if isinstance(verb, str) else None
+        known = self._verbs.get(verb)
         if known is None:
-            head, data = self._control(str(verb), call.head, payload, peer)
+            head, data = self._control(verb, call.head, payload, peer)
             if len(data) > MAX_PAYLOAD_BYTES:
                 raise MalformedError(f"an answer of {len(data)} bytes", rule="frame")
             channel.send(Kind.ANSWER, head, [data])
