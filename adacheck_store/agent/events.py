@@ -44,7 +44,7 @@ class Offered:
 class Stored:
     """Records became visible in a place here; ``token``: of the offer or fold they came by.
 
-    ``conn`` is the trainer's connection, if it was one that put them.
+    ``conn`` names the trainer's client, whatever its connections, if it was one that put them.
     """
 
     token: str
@@ -67,7 +67,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Sync:
-    """A trainer waits until all it has put over a connection is held by all live holders."""
+    """A trainer waits until all that its client has put is held by all live holders."""
 
     token: str
     conn: str
@@ -76,7 +76,7 @@ class Sync:
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """A trainer's connection is gone."""
+    """A trainer's client is gone."""
 
     conn: str
 

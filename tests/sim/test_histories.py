@@ -4,7 +4,9 @@ import pytest
 
 from adacheck_store.agent import budget
 from tests.sim import histories
+from tests.sim.__main__ import tell
 from tests.sim.histories import Plan, make_plan, run
+from tests.sim.test_rules import stored_is_enough
 from tests.sim.truth import Violation
 
 BLOCK = 1000
@@ -41,6 +43,29 @@ def test_a_seed_is_a_history() -> None:
         for trace in told:
             run(make_plan(seed), trace)
         assert told[0] == told[1]
+
+
+def fails(plan: Plan) -> bool:
+    """True if a history breaks an invariant."""
+    try:
+        run(plan)
+    except Violation:
+        return True
+    return False
+
+
+def test_a_failing_history_is_told_and_shrunk(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is printed is the story of as few faults as still fail, up to what went wrong."""
+    stored_is_enough(monkeypatch)
+    many = [plan for plan in map(make_plan, range(1000)) if len(plan.faults) > 2]
+    plan = next(plan for plan in many if fails(plan))
+    assert tell(plan) == 1
+    printed = capsys.readouterr().out
+    assert "was acknowledged by" in printed.splitlines()[-1]
+    assert f"seed={plan.seed}," in printed
+    assert 0 < printed.count("FAULT") < len(plan.faults)
 
 
 def memory_only(seed: int) -> Plan:

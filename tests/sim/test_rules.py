@@ -72,7 +72,7 @@ def directed(homes: tuple[int, ...], faults: tuple[Fault, ...], **settings: obje
 # Acknowledgement -------------------------------------------------------------------------------
 
 
-def _stored_is_enough(patch: pytest.MonkeyPatch) -> None:
+def stored_is_enough(patch: pytest.MonkeyPatch) -> None:
     """A holder acknowledges what it has stored."""
 
     def make_mark(self: PartReplica) -> Mark:
@@ -87,7 +87,7 @@ def _stored_is_enough(patch: pytest.MonkeyPatch) -> None:
 def test_agent_restarted_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     """A holder that has lost everything stores the next delta: that proves nothing."""
     plans = of_kind("lose node", "kill agent", places=0, slack=3.0)
-    breaks(plans, _stored_is_enough, monkeypatch, "was acknowledged by")
+    breaks(plans, stored_is_enough, monkeypatch, "was acknowledged by")
 
 
 def test_fork_state_on_one_holder_that_then_dies(monkeypatch: pytest.MonkeyPatch) -> None:
