@@ -29,7 +29,7 @@ from adacheck_store.tiers.endpoint import Endpoint
 from adacheck_store.tiers.memory import MemoryTier
 from adacheck_store.tiers.peer import PeerTier
 from adacheck_store.tiers.pool import Peer
-from adacheck_store.tiers.serve import Server
+from adacheck_store.tiers.serve import Bounds, Server
 from adacheck_store.tiers.wrappers import FaultyTier, SlowTier
 from tests.conformance.hosted import key_of
 from tests.conformance.records import MIB, StreamSource, World, grads, same, state
@@ -426,6 +426,26 @@ def test_places_that_are_taken(tmp_path: Path) -> None:
     with pytest.raises(TierError, match="open to others"):
         Server([f"unix:{tmp_path}/b.sock"], {})
     tmp_path.chmod(0o700)
+
+
+def test_a_full_server(tmp_path: Path) -> None:
+    """It takes no more than it may, hangs up on more, and takes the next when there is room."""
+    server = Server(
+        [f"unix:{tmp_path}/a.sock"], {}, lambda *call: ({}, call[2]), bounds=Bounds(connections=4)
+    )
+    peers = [Peer(server.endpoints[0], limits=QUICK) for _ in range(3)]
+    for peer in peers[:2]:
+        peer.call("echo")
+    unavailable(lambda: peers[2].call("echo"))
+    assert server.stats()["connections"] == 4
+    peers[0].close()
+    while server.stats()["connections"] > 2:
+        time.sleep(0.01)
+    assert peers[2].call("echo", payload=b"x")[1] == b"x"
+    assert peers[1].call("echo", payload=b"x")[1] == b"x"
+    for peer in peers:
+        peer.close()
+    server.close()
 
 
 def test_keys_come_and_go(tmp_path: Path) -> None:
