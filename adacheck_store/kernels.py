@@ -8,8 +8,9 @@ it is used, and left alone if a single bit differs.
 from __future__ import annotations
 
 import importlib
+import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -20,6 +21,8 @@ from adacheck_store.format.ids import Buffer
 
 WIDTH = 64
 """Elements that the kernel takes a multiple of; torch does the rest, whose arithmetic differs."""
+
+log = logging.getLogger(__name__)
 
 _STRANGE = (0, 1 << 31, 1, 0x7F800000, 0xFF800000, 0x7FC00000, 0xFFC12300, 0x7F7FFFFF, 0x00800000)
 """Bits of zeros, denormals, infinities, NaNs and the ends of the range."""
@@ -69,8 +72,10 @@ def takes(cls: type, group: Mapping[str, Any]) -> bool:
     numbers = (group.get("lr"), group.get("eps"), group.get("weight_decay"))
     betas = group.get("betas", ())
     plain = all(type(value) is float for value in (*numbers, *betas)) and len(betas) == 2
-    # Torch takes another form of the mean where beta1 is small.
-    return plain and 0.5 < betas[0] < 1 and 0 <= betas[1] < 1 and _adamw_is_right()
+    if not plain or not (0 < betas[0] < 1 and 0 <= betas[1] < 1):
+        return False
+    # Torch takes another form of the mean where the gradient's weight, in float32, is half or more.
+    return bool(np.float32(1 - betas[0]) < 0.5) and _adamw_is_right()
 
 
 def block_sum(data: Buffer) -> int | None:
@@ -89,11 +94,27 @@ def _numbers(seed: int, count: int) -> torch.Tensor:
     return torch.from_numpy(np.where(h % 8 == 0, strange, bits).view(np.float32))
 
 
+def _proven(proof: Callable[[], bool]) -> bool:
+    """What a proof says, False without a module; one that fails (of another version) is said."""
+    try:
+        return _compiled() is not None and proof()
+    except Exception as error:
+        log.warning("the compiled kernels are not used: %s", error)
+        return False
+
+
 @lru_cache(maxsize=1)
 def _adamw_is_right() -> bool:
+    return _proven(_prove_adamw)
+
+
+@lru_cache(maxsize=1)
+def _sum_is_right() -> bool:
+    return _proven(_prove_sum)
+
+
+def _prove_adamw() -> bool:
     """Hold the kernel to torch's own fused step, strange numbers included."""
-    if _compiled() is None:
-        return False
     count = 64 * WIDTH
     for decay in (0.0, 0.1):
         group = {"lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": decay}
@@ -113,11 +134,8 @@ def _adamw_is_right() -> bool:
     return True
 
 
-@lru_cache(maxsize=1)
-def _sum_is_right() -> bool:
+def _prove_sum() -> bool:
     """Hold the sum to numpy's, at whole vectors and beside."""
-    if _compiled() is None:
-        return False
     for count in (0, 1, 7, 8, 4099):
         words = _numbers(5, count).numpy().view(np.int32)
         weights = 2 * np.arange(count, dtype=np.int64) + 1
