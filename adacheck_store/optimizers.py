@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -19,6 +20,8 @@ from .arrays import byte_view, from_typed, to_typed, torch_dtype
 
 IMPLEMENTATION_FLAGS = ("foreach", "fused", "capturable", "differentiable")
 """Keys of a group that choose an implementation, not a trajectory; restore leaves them alone."""
+
+_SMALLEST = sys.float_info.min
 
 VECTOR_ELEMENTS = 1031
 VECTOR_STEPS = 3
@@ -286,7 +289,7 @@ def arithmetic_digest(name: str, groups: Groups, dtypes: Sequence[str], device: 
     """
     signatures = sorted({_signature(group) for group in groups})
     key = (name, tuple(signatures), tuple(sorted(set(dtypes))), device)
-    return _vector_digest(*key, _flushes_denormals())
+    return _vector_digest(*key, flushes_denormals())
 
 
 def folds_alike(name: str, groups: Groups, dtypes: Sequence[str], digest: str) -> bool:
@@ -294,9 +297,9 @@ def folds_alike(name: str, groups: Groups, dtypes: Sequence[str], digest: str) -
     return arithmetic_digest(name, groups, dtypes) == digest
 
 
-def _flushes_denormals() -> bool:
+def flushes_denormals() -> bool:
     """Whether this thread's arithmetic takes the smallest numbers for zero (a flag per thread)."""
-    return (torch.full((), 2.0**-126) * 0.5).item() == 0.0
+    return _SMALLEST * 0.5 == 0.0
 
 
 _FIXED: dict[str, Any] = {

@@ -11,6 +11,7 @@ from adacheck_store.boundary import Link
 from adacheck_store.config import Settings
 from adacheck_store.format.errors import AdaCheckError
 from adacheck_store.format.record import Record
+from adacheck_store.optimizers import flushes_denormals
 
 from .blocks import BlockWatch
 from .capture_base import boundary_groups, existing_arrays, fill_area, section_states
@@ -107,6 +108,7 @@ class Assembly:
                 arrays=existing_arrays(self.binding),
                 states=section_states(self.binding) if captured else {},
                 extras=extras, on_release=self._release, gap=gap, based=based,
+                flushes=flushes_denormals(),
             )  # fmt: skip
             buffer.landed()
             return closed

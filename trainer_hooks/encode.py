@@ -254,9 +254,10 @@ class ClosedBoundary:
     """A boundary with its buffers (see `boundary.Boundary`); the writer owns it until `release`.
 
     ``gap`` is that of the base it comes with instead of a delta, ``based`` says that one comes
-    besides; ``failure`` why there is no delta to be had. ``area`` holds the whole state where one
-    was wanted, ``arrays`` names the arrays of the state that exist. What was copied may be read
-    only once it has landed.
+    besides; ``failure`` why there is no delta to be had. ``flushes`` says whether the training
+    thread took denormals for zero: then so does the writer's. ``area`` holds the whole state
+    where one was wanted, ``arrays`` names the arrays of the state that exist. What was copied may
+    be read only once it has landed.
     """
 
     step: int
@@ -274,6 +275,7 @@ class ClosedBoundary:
     failure: AdaCheckError | None = None
     gap: Mapping[str, Any] | None = None
     based: bool = False
+    flushes: bool = False
     _content: tuple[DeltaBody, dict[str, torch.Tensor]] | None = None
 
     @property
@@ -295,6 +297,7 @@ class ClosedBoundary:
     def _encode(self) -> tuple[DeltaBody, dict[str, torch.Tensor]]:
         assert self.buffer is not None, "released"
         self._settle()
+        torch.set_flush_denormal(self.flushes)
         arrays: dict[str, torch.Tensor] = {}
         updates: list[Update] = []
         boundary = self._boundary()

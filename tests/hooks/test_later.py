@@ -9,11 +9,22 @@ import pytest
 import torch
 
 import adacheck_store as ada
+from adacheck_store.format.bodies import decode_delta
 from adacheck_store.format.errors import AdaCheckError, TierFullError, UnsupportedError
 from adacheck_store.session import RunSession
 from adacheck_store.store import Store
 from adacheck_store.tiers.memory import MemoryTier
-from tests.hooks.helpers import adamw, bits, mlp, new_url, restored, same, train
+from tests.hooks.helpers import (
+    adamw,
+    attach,
+    bits,
+    check_records,
+    mlp,
+    new_url,
+    restored,
+    same,
+    train,
+)
 
 
 def make(seed: int = 0) -> Any:
@@ -196,3 +207,24 @@ def test_an_exception_keeps_what_was_handed_over(tmp_path: Path) -> None:
     with restored(make, url) as (again, fresh, _, report):
         assert report.step == 5
         same(bits(again, fresh), state)
+
+
+def test_denormals_that_are_flushed_later_on_are_another_arithmetic() -> None:
+    """The flag is a thread's: the writer's follows the trainer's, or its word is worth nothing."""
+    if not torch.set_flush_denormal(False):
+        return  # this processor has no such flag
+    url = new_url()
+    model, optimizer = make()
+    try:
+        with attach(model, optimizer, url, base_every=100) as ckpt:
+            ckpt.restore()
+            for number in range(4):
+                torch.set_flush_denormal(number >= 2)
+                train(model, optimizer)
+    finally:
+        torch.set_flush_denormal(False)
+    told = {step: decode_delta(head).arithmetic for step, head in check_records(url).items()}
+    assert told[1] == told[2] != told[3] == told[4]
+    with restored(make, url) as (*_, report):
+        assert report.step == 4
+        assert report.certificate.exactness == "bounded"
