@@ -31,7 +31,7 @@ from .capture_base import base_record, sealed_record
 from .copies import remote
 from .extras import extra_record
 from .halves import RAW, Form, Scales, encode, usable_scale
-from .held import HeldGroups, typed_groups, typed_states
+from .held import HeldGroups, kept_groups, typed_groups, typed_states
 from .layouts import Binding
 from .outside import SetCopy, Stored
 from .pending import sort_out
@@ -325,7 +325,8 @@ class ClosedBoundary:
                 memory.settle()
 
     def _boundary(self) -> tuple[Groups, ...]:
-        return tuple(typed_groups(held) for held in self.groups)
+        specs = self.encoder.binding.specs
+        return tuple(kept_groups(*pair) for pair in zip(specs, self.groups, strict=True))
 
     def _fingerprints(self, buffer: HostBuffer) -> tuple[Fingerprint, ...]:
         if self.area is not None:

@@ -13,7 +13,8 @@ import torch
 
 from adacheck_store.arrays import to_typed
 from adacheck_store.format.bodies import Groups, SectionState
-from adacheck_store.optimizers import group_values
+from adacheck_store.format.errors import MalformedError, UnsupportedError
+from adacheck_store.optimizers import OptimizerSpec, check_groups, group_values
 
 from .copies import host_copy
 
@@ -42,6 +43,20 @@ def held_groups(groups: Sequence[Mapping[str, Any]]) -> HeldGroups:
 def typed_groups(held: HeldGroups) -> Groups:
     """Held groups in the format's types; their copies have landed."""
     return tuple(group_values(group) for group in held)
+
+
+def kept_groups(spec: OptimizerSpec, held: HeldGroups) -> Groups:
+    """The same of an optimizer; raises `UnsupportedError` if a number it updates by is none."""
+    groups = typed_groups(held)
+    try:
+        if spec.foldable:
+            check_groups(spec.name, groups)
+    except MalformedError as error:
+        raise UnsupportedError(
+            f"{error.message} that can be kept",
+            hint="make them numbers, or tensors without dimensions: torch.tensor(1e-3)",
+        ) from error
+    return groups
 
 
 def typed_keys(group: Mapping[str, Any]) -> list[str]:

@@ -228,3 +228,19 @@ def test_denormals_that_are_flushed_later_on_are_another_arithmetic() -> None:
     with restored(make, url) as (*_, report):
         assert report.step == 4
         assert report.certificate.exactness == "bounded"
+
+
+def test_a_rate_that_becomes_an_array_is_said_at_once() -> None:
+    """A base without it would leave the rate of a restored run as its maker had set it."""
+    url = new_url()
+    model, optimizer = make()
+    ckpt = attach(model, optimizer, url, strict=False)
+    with contextlib.closing(ckpt):
+        ckpt.restore()
+        train(model, optimizer)
+        optimizer.param_groups[0]["lr"] = torch.tensor([1e-3])
+        train(model, optimizer)
+        with pytest.raises(UnsupportedError, match=r"without \['lr'\] that can be kept"):
+            ckpt.flush()
+    with restored(make, url) as (*_, report):
+        assert report.step == 1

@@ -90,11 +90,15 @@ AT_ATTACH = {
     "lazy": (lambda: built(torch.nn.LazyLinear(3)), "'weight'.*initialised", "forward pass"),
     "quantized": (quantized, "'table' is quantized", "dense"),
     "subclass": (subclassed, "'odd' is a Strange", "plain tensors"),
-    "fsdp": (lambda: pair(FullyShardedDataParallel(), adamw(mlp())), "FSDP1", "not supported yet"),
+    "fsdp": (lambda: pair(FullyShardedDataParallel(), adamw(mlp())), "FSDP1", "use FSDP2"),
     "wrapper": (lambda: (lambda m, o: (m, Wrapper(o)))(*pair()), "Wrapper is not", "AdamW inside"),
     "differentiable": (
         lambda: (lambda m: (m, O.Adam(m.parameters(), differentiable=True)))(mlp()),
         "group 0.*differentiable", "differentiable=False",
+    ),
+    "rate": (
+        lambda: (lambda m: (m, O.Adam(m.parameters(), lr=torch.tensor([1e-3]))))(mlp()),
+        r"Adam without \['lr'\] that can be kept", "without dimensions",
     ),
     "no optimizer": (lambda: (mlp(), torch.nn.Linear(1, 1)), "Linear", "torch.optim optimizer"),
     "none at all": (lambda: (mlp(), []), "no optimizer", "give the optimizer"),
@@ -152,8 +156,8 @@ def sparse_gradient(ckpt, model, optimizer):
 
 
 def grown(ckpt, model, optimizer):
-    """A parameter that the model does not have."""
-    train(model, optimizer)
+    """A parameter that the model does not have, in the first step; later such are not kept."""
+    ckpt.restore()
     optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
     train(model, optimizer)
 
