@@ -1,7 +1,7 @@
 """A group: the ranks of one run, and the little they have to tell each other.
 
-Ranks talk while a run is attached, restored and begun, and where its tensors change; a step needs
-none of it. What is said is JSON, and of an error its class, text and place.
+Ranks talk while a run is attached, restored and begun, and where its tensors change; other steps
+need none of it. What is said is JSON, and of an error its class, text and place.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Group(Protocol):
         """How many ranks there are."""
         ...
 
-    def gather(self, data: bytes) -> Sequence[bytes]:
-        """What every rank gave, in the order of ranks."""
+    def gather(self, data: bytes, timeout_s: float | None = None) -> Sequence[bytes]:
+        """What every rank gave, in the order of ranks; ``timeout_s`` is another than the usual."""
         ...
 
     def broadcast(self, data: bytes | None) -> bytes:
@@ -51,7 +51,7 @@ class SoloGroup:
     rank = 0
     size = 1
 
-    def gather(self, data: bytes) -> Sequence[bytes]:
+    def gather(self, data: bytes, timeout_s: float | None = None) -> Sequence[bytes]:
         """What this process gave."""
         return [data]
 
@@ -90,7 +90,9 @@ def lead(
     return value
 
 
-def share(group: Group, what: str, work: Callable[[], Any]) -> list[Any]:
+def share(
+    group: Group, what: str, work: Callable[[], Any], *, timeout_s: float | None = None
+) -> list[Any]:
     """Do ``work`` on every rank; gives what each of them got (JSON), in the order of ranks.
 
     Returns when all are done. If any raises, all raise: that rank its own error, the others
@@ -104,7 +106,9 @@ def share(group: Group, what: str, work: Callable[[], Any]) -> list[Any]:
     except Exception as error:
         failure = error
         message = _message(what, None, error)
-    answers = [_read(data, what, rank) for rank, data in enumerate(group.gather(message))]
+    answers = [
+        _read(data, what, rank) for rank, data in enumerate(group.gather(message, timeout_s))
+    ]
     if failure is not None:
         raise failure
     failed = [rank for rank, said in enumerate(answers) if said["error"] is not None]

@@ -15,28 +15,24 @@ from adacheck_store.format.errors import (
     OrderError,
     RestoreError,
     TierError,
-    UnsupportedError,
 )
 from adacheck_store.format.keys import (
     Term,
     check_run,
-    layout_key,
-    manifest_key,
     part_name,
     rank_name,
 )
 from adacheck_store.format.layout import Layout
-from adacheck_store.format.manifest import Manifest, PartEntry
 from adacheck_store.format.record import Record
-from adacheck_store.tiers.base import RecordSource
 
 from .boundary import Boundary, Link
 from .catalog import Catalog, RecordRef, read_catalog
-from .config import Settings, arm_failpoints, writer_info
+from .config import Settings, arm_failpoints
 from .group import SOLO, Group, lead, same, together
 from .opening import Opened, Opening, without_unbegun
 from .recovery import RestorePlan
 from .restore import Restored, refuse_unknown, restore_state
+from .revisions import Revisions
 from .status import Status, status_of, unsaved
 from .store import Store, open_store, refuse_set_aside
 from .terms import claim_term
@@ -73,9 +69,8 @@ class RunSession:
         self._upkeep: Upkeep | None = None
         self._step = -1
         self._mismatch = ""
-        self._manifest: Manifest | None = None
+        self._revisions: Revisions | None = None
         self._layouts: dict[str, Layout] = {}
-        self._documents: list[RecordSource] = []
 
     @classmethod
     def open(
@@ -218,45 +213,21 @@ class RunSession:
             store=self.store, run=self.run, term=self._term, group=self.group,
             settings=self.settings, restored=self._restored, base=base, extra=extra,
         ).open(layout, start_step)  # fmt: skip
-        self._manifest = opened.manifest
         self._layouts[opened.link.layout] = layout
         self._run_threads(opened, layout)
         self._step = opened.manifest.step
 
-    def _revise(self, link: Link, layout: Layout, step: int) -> tuple[Link, list[RecordSource]]:
-        """A link under the manifest revision that names another layout, and what to put with it.
-
-        Called on the writer's thread. A revision that a failed put may have left behind is kept:
-        the one after it follows it.
-        """
-        assert self._manifest is not None
-        if self.group.size > 1:
-            raise UnsupportedError(
-                "the model's tensors or their groups have changed, which several ranks cannot keep "
-                "in one run yet: nothing is saved from here on",
-                hint="restart all ranks: they restore the last step before the change",
-            )
-        sealed = layout.seal(self.run)
-        if self._manifest.part(self.part).layout != sealed.id:
-            before = self._manifest.seal()
-            self._manifest = dataclasses.replace(
-                self._manifest, step=step, previous=before.id,
-                parts=(PartEntry(name=self.part, layout=sealed.id),),
-            )  # fmt: skip
-            self._layouts[sealed.id] = layout
-            revised = self._manifest.seal(writer_info())
-            self._documents += [
-                RecordSource(str(layout_key(self.run, sealed.id)), Record(sealed, {})),
-                RecordSource(str(manifest_key(self.run, link.term, step)), Record(revised, {})),
-            ]
-        identity = self._manifest.seal().id
-        return (
-            dataclasses.replace(link, manifest=identity, layout=sealed.id, parent=identity),
-            list(self._documents),
-        )
+    def follow(self, layout: Layout, step: int) -> None:
+        """From this boundary on the part has another layout; see `revisions.Revisions.follow`."""
+        self._running()
+        assert self._revisions is not None
+        self._revisions.follow(layout, step)
 
     def _run_threads(self, opened: Opened, layout: Layout) -> None:
         assert self._term is not None
+        revisions = self._revisions = Revisions(
+            self.run, self.group, opened.manifest, self._layouts, self.settings.stall_timeout_s
+        )
         upkeep = Upkeep(
             self.store, run=self.run, term=self._term, group=self.group, layouts=self._layouts,
             settings=self.settings, tail=opened.tail, backlog=opened.backlog,
@@ -265,7 +236,7 @@ class RunSession:
         writer = Writer(
             self.store.near, opened.link, opened.manifest.step, window=self.settings.window,
             stall_timeout_s=self.settings.stall_timeout_s, on_stored=self._stored, layout=layout,
-            revise=self._revise,
+            revise=revisions.revise,
         )  # fmt: skip
         if opened.tail.base is not None:
             upkeep.progress.exactness = opened.tail.base.exactness
@@ -278,8 +249,8 @@ class RunSession:
 
     def _stored(self, step: int, refs: list[RecordRef]) -> None:
         """Called on the writer's thread when a boundary has become durable."""
-        if any(ref.kind == "manifest" for ref in refs):
-            self._documents.clear()
+        if self._revisions is not None:
+            self._revisions.stored(refs)
         if self._upkeep is not None:
             self._upkeep.stored(step, refs)
 

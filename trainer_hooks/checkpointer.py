@@ -260,6 +260,8 @@ class Checkpointer:
         try:
             if self._unbound or self._step % self._settings.base_every == 0:
                 self._look_for_tensors()
+            if self._bases.moved:
+                self._session.follow(self._assembly.binding.layout, self._step)
             wanted = self._session.wants_base()
             gap = self._bases.gap(self._step, wanted, self._assembly.binding)
             due = gap is not None or self._assembly.binding.foldable

@@ -6,11 +6,13 @@ that no collective of ours comes between those of the training, and no device ta
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any
 
 import torch.distributed as dist
 
@@ -20,14 +22,18 @@ from adacheck_store.group import SOLO, Group, named
 TIMEOUT_S = 600.0
 """Longest wait for the other ranks: each may have gigabytes to fetch and fold meanwhile."""
 
+POLL_S = (0.01, 0.5)
+"""First and longest pause before looking again whether rank 0 has let us in."""
+
 _attached = itertools.count()
 
 
 class StoreGroup:
     """A `Group` over a c10d store (``TCPStore``, ``FileStore``, ``PrefixStore``).
 
-    ``prefix`` keeps what two groups say apart: it must be new in the store, and the same on all
-    ranks. Each rank deletes what all have read. Not thread-safe.
+    ``prefix`` keeps what two groups say apart, and is the same on all ranks. The store may hold
+    what dead processes have said under it: torchrun keeps its store over restarts. So the ranks
+    first meet in a room whose name is new. Each rank deletes what all have read. Not thread-safe.
     """
 
     def __init__(
@@ -38,66 +44,108 @@ class StoreGroup:
 
         self.rank = rank
         self.size = size
-        self._store: Any = distributed_c10d.PrefixStore(prefix, store)
+        own = store.clone() if hasattr(store, "clone") else store  # waiting keeps others out
+        self._store: Any = distributed_c10d.PrefixStore(prefix, own)
         self._timeout_s = timeout_s
+        self._room = ""
         self._round = 0
         self._mine: list[str] = []
         self._broken: GroupError | None = None
 
-    def gather(self, data: bytes) -> Sequence[bytes]:
+    def gather(self, data: bytes, timeout_s: float | None = None) -> Sequence[bytes]:
         """What every rank gave, in the order of ranks; raises `GroupError` after the time-out."""
-        before, self._mine = self._mine, []
-        self._begin(data)
-        found = self._await(range(self.size))
-        for key in before:  # whoever has come here has read what was said before
-            self._store.delete_key(key)
-        return found
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        with self._speaking():
+            before, self._mine = self._mine, []
+            self._say(data)
+            found = self._hear(range(self.size), limit_s)
+            for key in before:  # whoever has come here has read what was said before
+                self._store.delete_key(key)
+            return found
 
     def broadcast(self, data: bytes | None) -> bytes:
         """What rank 0 gave; raises `GroupError` after the time-out."""
-        self._begin(data if self.rank == 0 else None)
-        if data is not None and self.rank == 0:
-            return data
-        return self._await([0])[0]
+        with self._speaking():
+            if self.rank == 0:
+                assert data is not None
+                self._say(data)
+                return data
+            return self._hear([0], self._timeout_s)[0]
 
-    def _begin(self, data: bytes | None) -> None:
+    @contextlib.contextmanager
+    def _speaking(self) -> Iterator[None]:
+        """A round. Once one has failed the ranks are out of step, and all others fail too."""
         if self._broken is not None:
             raise self._broken
-        self._round += 1
-        if data is None:
-            return
-        key = f"{self._round}/{self.rank}"
         try:
-            self._store.set(key, data)
-        except (RuntimeError, OSError) as error:
-            self._fail(f"the store of torch.distributed does not answer: {error}")
+            if not self._room:
+                self._room = self._enter() if self.rank else self._open()
+            self._round += 1
+            yield
+        except (RuntimeError, OSError, GroupError) as error:
+            why = str(error) if isinstance(error, GroupError) else (
+                f"the store of torch.distributed does not answer: {error}"
+            )  # fmt: skip
+            self._broken = GroupError(
+                why, hint="all ranks must attach, restore and begin together; see the other "
+                "ranks' output, and start all of them again",
+            )  # fmt: skip
+            raise self._broken from error
+
+    def _open(self) -> str:
+        """Rank 0 opens a room, and closes the door behind all others, named by their tokens."""
+        room = secrets.token_hex(8)
+        self._store.set("room", room)
+        tokens = self._wait_for(range(1, self.size), f"{room}/token", self._timeout_s)
+        self._store.set(f"{room}/in", b" ".join(tokens))
+        return room
+
+    def _enter(self) -> str:
+        """Another rank knocks where rank 0 says, until it finds its own token inside."""
+        token = secrets.token_hex(8)
+        deadline = time.monotonic() + self._timeout_s
+        room, pause_s = "", POLL_S[0]
+        while True:
+            if self._store.check(["room"]):
+                said = self._store.get("room").decode()
+                if said != room:
+                    room, pause_s = said, POLL_S[0]
+                    self._store.set(f"{room}/token/{self.rank}", token)
+                if self._store.check([f"{room}/in"]):
+                    if token.encode() in self._store.get(f"{room}/in").split():
+                        return room
+            if time.monotonic() > deadline:
+                others = [rank for rank in range(1, self.size) if rank != self.rank]
+                late = self._absent(others, f"{room}/token") if room else []
+                raise self._late(late or [0], self._timeout_s)
+            time.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, POLL_S[1])
+
+    def _say(self, data: bytes) -> None:
+        key = f"{self._room}/{self._round}/{self.rank}"
+        self._store.set(key, data)
         self._mine.append(key)
 
-    def _await(self, ranks: Sequence[int]) -> list[bytes]:
-        deadline = time.monotonic() + self._timeout_s
-        keys = [f"{self._round}/{rank}" for rank in ranks]
-        try:
-            self._store.wait(keys, timedelta(seconds=self._timeout_s))
-            return [self._store.get(key) for key in keys]
-        except (RuntimeError, OSError) as error:
-            if time.monotonic() < deadline:
-                self._fail(f"the store of torch.distributed does not answer: {error}")
-            self._late(ranks, keys)
+    def _hear(self, ranks: Sequence[int], limit_s: float) -> list[bytes]:
+        return self._wait_for(ranks, f"{self._room}/{self._round}", limit_s)
 
-    def _late(self, ranks: Sequence[int], keys: Sequence[str]) -> NoReturn:
+    def _wait_for(self, ranks: Sequence[int], place: str, limit_s: float) -> list[bytes]:
+        deadline = time.monotonic() + limit_s
+        keys = [f"{place}/{rank}" for rank in ranks]
         try:
-            late = [rank for rank, key in zip(ranks, keys, strict=True)
-                    if not self._store.check([key])]  # fmt: skip
-        except (RuntimeError, OSError) as error:
-            self._fail(f"the store of torch.distributed does not answer: {error}")
-        self._fail(f"{named(late or ranks)} of {self.size} did not come in {self._timeout_s:g} s")
+            self._store.wait(keys, timedelta(seconds=limit_s))
+        except RuntimeError as error:
+            late = self._absent(ranks, place)
+            if late and time.monotonic() >= deadline:
+                raise self._late(late, limit_s) from error
+            raise
+        return [self._store.get(key) for key in keys]
 
-    def _fail(self, why: str) -> NoReturn:
-        self._broken = GroupError(
-            why, hint="all ranks must attach, restore and begin together; see the other "
-            "ranks' output, and start all of them again",
-        )  # fmt: skip
-        raise self._broken
+    def _absent(self, ranks: Sequence[int], place: str) -> list[int]:
+        return [rank for rank in ranks if not self._store.check([f"{place}/{rank}"])]
+
+    def _late(self, ranks: Sequence[int], limit_s: float) -> GroupError:
+        return GroupError(f"{named(ranks)} of {self.size} did not come in {limit_s:g} s")
 
 
 def find_group(timeout_s: float = TIMEOUT_S) -> Group:

@@ -35,6 +35,10 @@ class Session(Protocol):
         """Do something on every rank; where it fails on any, all raise."""
         ...
 
+    def follow(self, layout: Layout, step: int) -> None:
+        """Tell all ranks that from this boundary on the part has another layout."""
+        ...
+
     def append(self, boundary: Boundary) -> None:
         """Hand a boundary over."""
         ...

@@ -38,24 +38,27 @@ class ThreadGroup:
         self.rank, self.size, self._talk = rank, size, talk
         self._round = 0
 
-    def gather(self, data: bytes) -> Sequence[bytes]:
+    def gather(self, data: bytes, timeout_s: float | None = None) -> Sequence[bytes]:
         """What every rank gave."""
         self._round += 1
-        return self._await(range(self.size), data)
+        return self._await(range(self.size), data, timeout_s)
 
     def broadcast(self, data: bytes | None) -> bytes:
         """What rank 0 gave."""
         self._round += 1
         return self._await([0], data)[0]
 
-    def _await(self, ranks: Sequence[int], data: bytes | None) -> list[bytes]:
+    def _await(
+        self, ranks: Sequence[int], data: bytes | None, timeout_s: float | None = None
+    ) -> list[bytes]:
         said = self._talk.said[self._round]
         with self._talk.changed:
             if data is not None:
                 said[self.rank] = data
                 self._talk.changed.notify_all()
             self._talk.changed.wait_for(
-                lambda: all(rank in said or rank in self._talk.dead for rank in ranks), timeout=30
+                lambda: all(rank in said or rank in self._talk.dead for rank in ranks),
+                timeout=timeout_s or 30,
             )
             missing = [rank for rank in ranks if rank not in said]
         if missing:

@@ -1,10 +1,13 @@
 """Several ranks: what they tell each other, and what they restore together."""
 
 import dataclasses
+import time
 
 import pytest
 
 from adacheck_store.arrays import byte_view
+from adacheck_store.boundary import Link
+from adacheck_store.catalog import make_ref
 from adacheck_store.format.canonical import dumps, loads
 from adacheck_store.format.errors import (
     GroupError,
@@ -12,11 +15,14 @@ from adacheck_store.format.errors import (
     NotProvableError,
     OrderError,
     TierFullError,
+    UnsupportedError,
 )
 from adacheck_store.format.keys import parse_key
+from adacheck_store.format.manifest import Manifest, PartEntry
 from adacheck_store.group import SOLO, lead, same, share, together
 from adacheck_store.plan_json import decode_plan, encode_plan
 from adacheck_store.retention import floor_of, tier_catalog
+from adacheck_store.revisions import Revisions
 from tests.core.kit import QUICK, BrokenTier, Journal, KeptTier, make_toy
 from tests.core.ranks import BlindTier, CutTier, Fleet, Killed, NotingTier, on_ranks
 
@@ -299,3 +305,58 @@ def test_each_rank_writes_what_is_its_own():
         assert parts == {f"p{rank:06d}", f"r{rank:06d}"}
         assert any(key.kind == "claim" or key.kind == "log" for key in found) == (rank == 0)
     assert sum("/log/" in key for key in noted[0]) >= 2
+
+
+# Layouts that change -------------------------------------------------------------------------
+
+
+def _revisions(group, settings=QUICK):
+    """A term of two parts, and a layout that is another than its first."""
+    old, new = make_toy().layout, make_toy([(3,)]).layout
+    part = PartEntry(name="p000000", layout=old.seal("run").id)
+    manifest = Manifest(
+        run="run", term="t000001-" + "a" * 16, step=0, ranks=("r000000", "r000001"),
+        parts=(part, dataclasses.replace(part, name="p000001")),
+    )  # fmt: skip
+    layouts = {part.layout: old}
+    link = Link(
+        run="run", term=manifest.term, part=f"p{group.rank:06d}", rank=f"r{group.rank:06d}",
+        parent="", manifest=manifest.seal().id, layout=part.layout,
+    )  # fmt: skip
+    return Revisions("run", group, manifest, layouts, 0.2), link, new
+
+
+def test_all_ranks_write_one_and_the_same_revision():
+    """And keep its documents until they are stored."""
+
+    def work(group):
+        revisions, link, new = _revisions(group)
+        revisions.follow(new, 7)
+        again, documents = revisions.revise(link, new, 8)
+        assert again.parent == again.manifest != link.manifest
+        assert len(revisions.revise(link, new, 9)[1]) == 2
+        refs = [make_ref(parse_key(item.key), item.record.sealed, ()) for item in documents]
+        revisions.stored(refs)
+        assert revisions.revise(link, new, 9)[1] == []
+        return [(item.key, item.record.sealed.id) for item in documents], again.manifest
+
+    one, other = on_ranks(2, work)
+    assert one == other
+    assert "manifest/000000000007" in one[0][1][0]
+
+
+def test_a_layout_that_changes_on_one_rank_alone_is_not_saved():
+    """The others do not come; what nobody agreed on is never written."""
+
+    def work(group):
+        revisions, link, new = _revisions(group)
+        if group.rank == 1:
+            time.sleep(0.5)
+            return
+        with pytest.raises(GroupError, match="rank 1 did not come"):
+            revisions.follow(new, 7)
+        with pytest.raises(UnsupportedError, match="did not agree"):
+            revisions.revise(link, new, 7)
+        return
+
+    assert on_ranks(2, work) == [None, None]

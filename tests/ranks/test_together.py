@@ -3,8 +3,10 @@
 import pytest
 
 from adacheck_store.format.keys import parse_key
+from adacheck_store.store import open_store
 from adacheck_store.tiers.lmdb import LmdbTier
-from tests.ranks.worker import STEPS, Launcher, check_against
+from adacheck_store.tools.fsck import fsck
+from tests.ranks.worker import GROWN_AT, STEPS, Launcher, check_against
 
 pytestmark = pytest.mark.fault
 
@@ -119,6 +121,25 @@ def test_a_rank_that_does_not_come_is_named(tmp_path, plain):
     attempt = launcher.start(tmp_path / "store", absent=[1], timeout_s=2.0)
     assert attempt.wait() == [0, 0]
     assert "rank 1 of 2 did not come in 2 s" in attempt.every("refused")[0]
+
+
+def test_a_model_that_grows_on_all_ranks_at_one_step(tmp_path):
+    """They agree on the new layouts at that boundary, and the run goes on; later it restores."""
+    launcher = Launcher(tmp_path, "grow", 2)
+    reference = launcher.reference()
+    store = tmp_path / "store"
+    first = launcher.start(store, pause_s=0.02)
+    first.until(GROWN_AT + 5)
+    first.kill(0)
+    check_against(reference, first)
+    second = launcher.start(store, grown=True)
+    assert second.wait() == [0, 0]
+    check_against(reference, second)
+    assert second.every("restored")[0] > GROWN_AT
+    assert second.every("final", "digest") == [known[STEPS][0] for known in reference]
+    with open_store(store.as_uri()) as opened:
+        found = [item for item in fsck(opened) if getattr(item, "severity", "") == "damage"]
+    assert found == []
 
 
 def test_uneven_and_empty_shards_and_a_rank_that_lags(tmp_path):

@@ -13,6 +13,7 @@ from pathlib import Path
 STEPS = 24
 BASE_EVERY = 6
 OBJECT_LAG = 4
+GROWN_AT = 9
 WINDOW = 2
 
 _context = multiprocessing.get_context("forkserver")
@@ -28,13 +29,14 @@ def build(kind: str, rank: int, ranks: int):
     """Model, optimizer, schedule and loader of a rank.
 
     ``fsdp``: rows do not divide by the ranks. ``ddp``: with a BatchNorm. ``plain``: each rank has
-    a model of its own under the same names, and nothing says so.
+    a model of its own under the same names, and nothing says so. ``grow``: so too, and the last
+    layer is trained from a later step on only.
     """
     import torch
     from torch import nn
 
     torch.set_num_threads(1)
-    torch.manual_seed(11 + rank * (kind == "plain"))
+    torch.manual_seed(11 + rank * (kind in ("plain", "grow")))
     layers = [nn.Linear(9, 37), nn.Dropout(0.2), nn.GELU(), nn.Linear(37, 5)]
     if kind != "fsdp":
         layers.insert(1, nn.BatchNorm1d(37))
@@ -49,8 +51,9 @@ def build(kind: str, rank: int, ranks: int):
         fully_shard(model)  # the last layer is the root's
     elif kind == "ddp":
         model = nn.parallel.DistributedDataParallel(model)
+    first = model[:-1] if kind == "grow" else model
     optimizer = torch.optim.AdamW(
-        [p for p in model.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.1, fused=True
+        [p for p in first.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.1, fused=True
     )
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     random.seed(100 + rank)
@@ -102,6 +105,12 @@ def step(model, optimizer, schedule, batch) -> float:
     return loss.item()
 
 
+def grow(kind: str, model, optimizer, number: int) -> None:
+    """Before an update: train the last layer too, from `GROWN_AT` on."""
+    if kind == "grow" and number == GROWN_AT:
+        optimizer.add_param_group({"params": list(model[-1].parameters()), "lr": 1e-3})
+
+
 def _evaluate(model, number: int) -> None:
     """Between two updates: FSDP2 leaves the root's parameters whole after this."""
     import torch
@@ -128,6 +137,7 @@ def _reference(out: str, rank: int, ranks: int, port: int, kind: str) -> None:
     model, optimizer, schedule, loader = build(kind, rank, ranks)
     rows = {0: (digest(model, optimizer, schedule), "")}
     for number, batch in zip(range(1, STEPS + 1), loader, strict=False):
+        grow(kind, model, optimizer, number)
         loss = step(model, optimizer, schedule, batch)
         _evaluate(model, number)
         rows[number] = (digest(model, optimizer, schedule), loss.hex())
@@ -149,6 +159,8 @@ def _train(out: str, rank: int, ranks: int, port: int, prefix: str, kind: str, o
         time.sleep(5.0)
         return
     model, optimizer, schedule, loader = build(kind, rank, ranks)
+    if options.get("grown"):
+        grow(kind, model, optimizer, GROWN_AT)
     warnings.simplefilter("error")
     before = digest(model, optimizer, schedule)
     with open(out, "w", encoding="utf-8") as journal:
@@ -185,6 +197,7 @@ def _train(out: str, rank: int, ranks: int, port: int, prefix: str, kind: str, o
             for number, batch in enumerate(ckpt.batches(loader), report.step + 1):
                 if number > STEPS:
                     break
+                grow(kind, model, optimizer, number)
                 loss = step(model, optimizer, schedule, batch)
                 _evaluate(model, number)
                 assert ckpt.end_step() == number

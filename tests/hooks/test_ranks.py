@@ -1,0 +1,122 @@
+"""Ranks over a store of c10d: rounds, time-outs, and what dead processes have left in it."""
+
+import threading
+
+import pytest
+import torch.distributed as dist
+
+from adacheck_store.format.errors import GroupError
+from adacheck_store.group import SOLO
+from adacheck_store.trainer_hooks.ranks import StoreGroup, find_group
+
+
+def on_ranks(store, size, work, *, absent=(), timeout_s=20.0):
+    """Do work on every rank that is there; gives each one's result or what it raised."""
+    results = [None] * size
+
+    def run(rank):
+        try:
+            results[rank] = work(StoreGroup(store, rank, size, timeout_s=timeout_s))
+        except Exception as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for rank, thread in enumerate(threads):
+        if rank not in absent:
+            thread.start()
+    for rank, thread in enumerate(threads):
+        if rank not in absent:
+            thread.join(60)
+            assert not thread.is_alive(), "a rank hangs"
+    return results
+
+
+@pytest.fixture(params=["hash", "file", "tcp"])
+def store(request, tmp_path):
+    """A store of each kind."""
+    if request.param == "hash":
+        return dist.HashStore()
+    if request.param == "file":
+        return dist.FileStore(str(tmp_path / "store"), -1)
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def talk(group, word):
+    """Some rounds of both kinds; what was heard."""
+    heard = []
+    for number in range(4):
+        heard.append(tuple(group.gather(f"{word}{number}.{group.rank}".encode())))
+        mine = f"{word}!{number}".encode() if group.rank == 0 else None
+        heard.append(group.broadcast(mine))
+    return heard
+
+
+def test_every_rank_hears_the_same(store):
+    """In the order of ranks, round after round."""
+    found = on_ranks(store, 3, lambda group: talk(group, "a"))
+    assert found[0] == found[1] == found[2]
+    assert found[0][0] == (b"a0.0", b"a0.1", b"a0.2")
+    assert found[0][1] == b"a!0"
+
+
+def test_what_dead_processes_have_said_is_not_heard(store):
+    """The same store, prefix and rounds, as after a restart by torchrun."""
+    for word in ("old", "new", "newer"):
+        found = on_ranks(store, 3, lambda group, word=word: talk(group, word))
+        assert found[0] == found[1] == found[2]
+        assert found[0][0] == tuple(f"{word}0.{rank}".encode() for rank in range(3))
+
+
+def test_what_was_heard_by_all_is_deleted():
+    """The store does not grow with the rounds."""
+    store = dist.HashStore()
+    counts = []
+
+    def work(group):
+        for _ in range(30):
+            group.gather(b"x" * 100)
+            if group.rank == 0:
+                counts.append(store.num_keys())
+        return
+
+    assert on_ranks(store, 2, work) == [None, None]
+    assert max(counts[10:]) <= counts[2] + 2
+
+
+@pytest.mark.parametrize(
+    ("absent", "said"),
+    [([1], "rank 1 of 3 did not come in 0.5 s"), ([0], "rank 0 of 3 did not come in 0.5 s"),
+     ([1, 2], "ranks 1, 2 of 3 did not come in 0.5 s")],
+)  # fmt: skip
+def test_who_does_not_come_is_named_by_all(store, absent, said):
+    """From the first word on; and a group that has failed once fails at once."""
+
+    def work(group):
+        with pytest.raises(GroupError) as first:
+            group.gather(b"x")
+        with pytest.raises(GroupError) as second:
+            group.gather(b"x")
+        assert first.value is second.value
+        return first.value.message
+
+    found = on_ranks(store, 3, work, absent=absent, timeout_s=0.5)
+    assert [found[rank] for rank in range(3) if rank not in absent] == [said] * (3 - len(absent))
+
+
+def test_who_leaves_in_between_is_named(store):
+    """Within the time that this round may take."""
+
+    def work(group):
+        group.gather(b"x")
+        if group.rank == 1:
+            return
+        with pytest.raises(GroupError, match=r"rank 1 of 2 did not come in 0\.3 s"):
+            group.gather(b"y", timeout_s=0.3)
+        return
+
+    assert on_ranks(store, 2, work) == [None, None]
+
+
+def test_a_process_alone_is_no_group():
+    """Nothing is asked of torch.distributed where it is not initialised."""
+    assert find_group() is SOLO
