@@ -63,9 +63,8 @@ class Checkpointer:
             raise OrderError("this optimizer is attached already", hint="close the other one first")
         warn(self._bind(), settings.full_every)
         self._session, self._settings = session, settings
-        self._tracked = Tracked(model, self._optimizers)
-        if group.size > 1:
-            self._tracked.add({})  # ranks count steps alike, whatever a rank's scaler skips
+        several = group.size > 1  # they count steps alike, whatever a rank's scaler skips
+        self._tracked = Tracked(model, self._optimizers, explicit=several)
         self._loader = LoaderPosition()
         self._assembly: Assembly | None = None
         self._step = settings.start_step
@@ -342,10 +341,9 @@ class Checkpointer:
     ) -> torch.Tensor:
         """`torch.nn.utils.clip_grad_norm_`, noting the coefficient: gradients stay half size."""
         norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, **options)
-        if is_sharded(norm):
-            return norm  # to learn the coefficient here would take a collective
-        coefficient = torch.clamp(float(max_norm) / (norm.detach() + 1e-6), max=1.0)
-        self._capture.observe_scale(coefficient)
+        if not is_sharded(norm):  # else to learn the coefficient would take a collective
+            coefficient = torch.clamp(float(max_norm) / (norm.detach() + 1e-6), max=1.0)
+            self._capture.observe_scale(coefficient)
         return norm
 
     def flush(self, timeout_s: float | None = EXIT_FLUSH_S, *, far: bool = True) -> None:

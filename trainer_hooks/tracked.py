@@ -38,9 +38,11 @@ def state_of(value: Any) -> Any:
 class Tracked:
     """Objects by name, and the modules that keep an extra state; they become the extra's trees."""
 
-    def __init__(self, model: Model, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def __init__(
+        self, model: Model, optimizers: Sequence[torch.optim.Optimizer], *, explicit: bool = False
+    ) -> None:
         self._optimizers = optimizers
-        self._called = len(optimizers) > 1
+        self._called = explicit or len(optimizers) > 1
         self._objects: dict[str, Any] = {}
         self._scaler_settled = False
         self._modules = {
