@@ -166,7 +166,7 @@ def add_spec(spec: OptimizerSpec) -> None:
     """Make a class known (`optimizer_kit.register_optimizer` does, once it has proven it)."""
     _SPECS[spec.name] = spec
     _vector_digest.cache_clear()
-    _numbers_of.cache_clear()
+    numbers_of.cache_clear()
 
 
 def find_spec(optimizer: torch.optim.Optimizer) -> OptimizerSpec:
@@ -237,13 +237,14 @@ def check_groups(name: str, groups: Groups) -> None:
     Flags may be missing: an older torch had not all of them. Raises `MalformedError` (rule
     ``groups``), `UnsupportedError` for a class that is not known here.
     """
-    missing = {key for group in groups for key in _numbers_of(name) if key not in group}
+    missing = {key for group in groups for key in numbers_of(name) if key not in group}
     if missing:
         raise MalformedError(f"a group of {name} without {sorted(missing)}", rule="groups")
 
 
 @lru_cache(maxsize=64)
-def _numbers_of(name: str) -> tuple[str, ...]:
+def numbers_of(name: str) -> tuple[str, ...]:
+    """Keys of a group that are numbers the class updates by."""
     defaults = make_optimizer(spec_named(name)).defaults
     return tuple(k for k, v in sorted(defaults.items()) if not isinstance(v, bool | str | None))
 

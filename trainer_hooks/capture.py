@@ -193,6 +193,7 @@ class Capture:
         if self._binding is None:
             return False
         self._watch.note_edits(self._mine[number])
+        self._watch.note_state(number)
         self._listener.edited_late(self._watch.edited_late())
         self._early.clear()
         return True
@@ -285,9 +286,10 @@ class Capture:
         later = found_inf is not None and remote(found_inf) and self._listener.explicit
         if found_inf is not None and not later and bool(found_inf != 0):
             self._scales.clear()
+            self._watch.stepped(number, self._mine[number])
             return  # the fused step has skipped itself: no update was applied
         self._guard(lambda: self._stage(number, found_inf if later else None))
-        self._watch.stepped(self._mine[number])
+        self._watch.stepped(number, self._mine[number])
         self._listener.after_update(number)
 
     def _record(self, number: int, found_inf: torch.Tensor | None) -> None:

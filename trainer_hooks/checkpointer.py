@@ -261,8 +261,9 @@ class Checkpointer:
                 self._look_for_tensors()
             if self._bases.moved:
                 self._session.follow(self._assembly.binding.layout, self._step)
-            wanted = self._session.wants_base()
-            gap = self._bases.gap(self._step, wanted, self._assembly.binding)
+            if self._assembly.watch.state_touched():
+                self._bases.state_touched()
+            gap = self._bases.gap(self._step, self._session.wants_base(), self._assembly.binding)
             due = gap is not None or self._assembly.binding.foldable
             if gap is not None or (due and self._failure is None):
                 boundary = self._boundary(gap)
@@ -270,7 +271,7 @@ class Checkpointer:
             raise
         except Exception as error:
             self._refuse(error)
-        self._last = boundary or self._moment()
+        self._last = boundary or self._moment(self._assembly)
         if not due:
             return
         if boundary is None:
@@ -299,12 +300,11 @@ class Checkpointer:
             self._bases.exact = self._step
         return closed
 
-    def _moment(self) -> ClosedBoundary | None:
+    def _moment(self, assembly: Assembly) -> ClosedBoundary | None:
         """A boundary that is not handed over, for a base that a flush may ask for."""
-        assert self._assembly is not None
         self._capture.drop()
         with contextlib.suppress(Exception):  # said when a boundary fails by it
-            return self._assembly.moment(self._step, self._extras(self._assembly))
+            return assembly.moment(self._step, self._extras(assembly))
         return None
 
     def _extras(self, assembly: Assembly) -> dict[str, Any]:

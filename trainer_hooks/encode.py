@@ -31,7 +31,7 @@ from .capture_base import base_record, sealed_record
 from .copies import remote
 from .extras import extra_record
 from .halves import RAW, Form, Scales, encode, usable_scale
-from .held import HeldGroups, kept_groups, typed_groups, typed_states
+from .held import HeldGroups, refuse_arrays, typed_groups, typed_states
 from .layouts import Binding
 from .outside import SetCopy, Stored
 from .pending import sort_out
@@ -325,8 +325,9 @@ class ClosedBoundary:
                 memory.settle()
 
     def _boundary(self) -> tuple[Groups, ...]:
-        specs = self.encoder.binding.specs
-        return tuple(kept_groups(*pair) for pair in zip(specs, self.groups, strict=True))
+        for spec, held in zip(self.encoder.binding.specs, self.groups, strict=True):
+            refuse_arrays(spec, held)
+        return tuple(typed_groups(held) for held in self.groups)
 
     def _fingerprints(self, buffer: HostBuffer) -> tuple[Fingerprint, ...]:
         if self.area is not None:

@@ -13,8 +13,8 @@ import torch
 
 from adacheck_store.arrays import to_typed
 from adacheck_store.format.bodies import Groups, SectionState
-from adacheck_store.format.errors import MalformedError, UnsupportedError
-from adacheck_store.optimizers import OptimizerSpec, check_groups, group_values
+from adacheck_store.format.errors import UnsupportedError
+from adacheck_store.optimizers import OptimizerSpec, group_values, numbers_of
 
 from .copies import host_copy
 
@@ -45,18 +45,22 @@ def typed_groups(held: HeldGroups) -> Groups:
     return tuple(group_values(group) for group in held)
 
 
-def kept_groups(spec: OptimizerSpec, held: HeldGroups) -> Groups:
-    """The same of an optimizer; raises `UnsupportedError` if a number it updates by is none."""
-    groups = typed_groups(held)
-    try:
-        if spec.foldable:
-            check_groups(spec.name, groups)
-    except MalformedError as error:
-        raise UnsupportedError(
-            f"{error.message} that can be kept",
-            hint="make them numbers, or tensors without dimensions: torch.tensor(1e-3)",
-        ) from error
-    return groups
+def refuse_arrays(spec: OptimizerSpec, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise `UnsupportedError` if a number that an optimizer updates by is an array; reads none."""
+    keys = numbers_of(spec.name) if spec.foldable else ()
+    for number, group in enumerate(groups):
+        arrays = [key for key in keys if _has_array(group.get(key))]
+        if arrays:
+            raise UnsupportedError(
+                f"{arrays} of group {number} of {spec.name} is a tensor with dimensions",
+                hint="make it a number, or a tensor without dimensions: torch.tensor(1e-3)",
+            )
+
+
+def _has_array(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.dim() > 0
+    return isinstance(value, list | tuple) and any(map(_has_array, value))
 
 
 def typed_keys(group: Mapping[str, Any]) -> list[str]:

@@ -14,7 +14,7 @@ from adacheck_store.format.layout import Layout, Section, Slice, align
 from adacheck_store.group import SOLO, Group
 from adacheck_store.optimizers import OptimizerSpec, find_spec
 
-from .held import held_groups, kept_groups
+from .held import refuse_arrays
 from .names import Model, NamedTensor, named_tensors
 from .shards import is_sharded, local, piece_of
 
@@ -110,7 +110,7 @@ def bind(
     optimizers = listed(optimizer)
     specs = tuple(checked_spec(item) for item in optimizers)
     for spec, held in zip(specs, optimizers, strict=True):
-        kept_groups(spec, held_groups(held.param_groups))
+        refuse_arrays(spec, held.param_groups)
     dense = all(spec.foldable for spec in specs)
     items = named_tensors(model, optimizers, names, dense=dense)
     if not dense:

@@ -63,6 +63,18 @@ def say_edited(name: str, step: int) -> None:
     )  # fmt: skip
 
 
+def _state_mark(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """The same of all of an optimizer's state, counters included; it has to be cheap."""
+    marks: list[Any] = []
+    for state in optimizer.state.values():
+        for value in state.values():
+            if type(value) is torch.Tensor:
+                marks += (id(value), value._version)
+            else:
+                marks.append(mark_of(value) if isinstance(value, torch.Tensor) else value)
+    return marks
+
+
 class OutsideWatch:
     """Finds edits on the training thread; copies what must be kept into a boundary's buffer.
 
@@ -77,6 +89,8 @@ class OutsideWatch:
         self._edited: set[int] = set()
         self._outside: list[Mark] = []
         self._frozen = [slot for slot in binding.outside if slot.item.parameter]
+        self._states: list[list[Any]] = [[] for _ in binding.optimizers]
+        self._touched = False
         self._large = [number for number, slot in enumerate(binding.outside) if not is_small(slot)]
         self._settled: list[Mark] = []
         self.replayed = False
@@ -86,16 +100,22 @@ class OutsideWatch:
         """Take everything as it stands for known: it is in a base, or has been loaded."""
         self._edited.clear()
         self._marks = [mark_of(param) for param in self._params]
+        for number in range(len(self._states)):
+            self.note_state(number)
+        self._touched = False
         self._outside = [mark_of(slot.item.tensor) for slot in self._binding.outside]
         self._settled = self._frozen_marks()
 
     def _frozen_marks(self) -> list[Mark]:
         return [mark_of(slot.item.tensor) for slot in self._frozen]
 
-    def stepped(self, indices: Iterable[int]) -> None:
+    def stepped(self, number: int, indices: Iterable[int]) -> None:
         """An optimizer has updated these trained slots."""
         for index in indices:
             self._marks[index] = mark_of(self._params[index])
+        before = self._touched
+        self.note_state(number)
+        self._touched = before
 
     def mark(self, index: int) -> None:
         """Keep this trained slot anew at the coming boundary: its update cannot be folded."""
@@ -112,6 +132,23 @@ class OutsideWatch:
                 found.append(index)
         return found
 
+    def note_state(self, number: int) -> None:
+        """Remember whether an optimizer's state was changed since its step."""
+        if self._binding.foldable:
+            mark = _state_mark(self._binding.optimizers[number])
+            self._touched |= mark != self._states[number]
+            self._states[number] = mark
+
+    def state_touched(self) -> bool:
+        """Whether optimizers' state was changed by others since this was asked last.
+
+        A delta cannot tell counters. Not seen where steps are recorded: that counts as changes.
+        """
+        for number in range(len(self._states)):
+            self.note_state(number)
+        touched, self._touched = self._touched, False
+        return touched and not self.replayed
+
     def edited_late(self) -> str:
         """A parameter that was changed since the last boundary, and not by an optimizer."""
         marks = zip(self._frozen, self._frozen_marks(), self._settled, strict=True)
@@ -121,8 +158,12 @@ class OutsideWatch:
 
     def changed(self) -> bool:
         """Whether something was changed since the last boundary that it has no copy of."""
-        trained = any(
-            mark_of(param) != mark for param, mark in zip(self._params, self._marks, strict=True)
+        trained = (
+            any(
+                mark_of(param) != mark
+                for param, mark in zip(self._params, self._marks, strict=True)
+            )
+            or self.state_touched()
         )
         tensors = {number: self._binding.outside[number].item.tensor for number in self._large}
         large = any(mark_of(tensor) != self._outside[number] for number, tensor in tensors.items())

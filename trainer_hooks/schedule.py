@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,6 +10,8 @@ from adacheck_store.config import Settings
 
 from .layouts import Binding
 from .unfolded import described
+
+log = logging.getLogger(__name__)
 
 Gap = Mapping[str, Any]
 
@@ -22,6 +25,7 @@ class BaseSchedule:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
+        self._told = False
         self.begin(settings.start_step)
 
     def begin(self, step: int) -> None:
@@ -45,6 +49,13 @@ class BaseSchedule:
         if gap is None:
             return {"reason": self.moved, "from": self.kept + 1}
         return {"reason": f"{gap['reason']}; {self.moved}", "from": gap["from"]}
+
+    def state_touched(self) -> None:
+        """Somebody has changed an optimizer's state between two steps: the chain begins anew."""
+        self.moved = self.moved or "the optimizer's state was changed between its steps"
+        if not self._told:
+            self._told = True
+            log.warning("%s: the whole state is kept, each time", self.moved)
 
     def unfolded(self, step: int, binding: Binding, *, now: bool = False) -> Gap | None:
         """Where updates cannot be folded: the gap of the base of which it is time.

@@ -98,7 +98,7 @@ AT_ATTACH = {
     ),
     "rate": (
         lambda: (lambda m: (m, O.Adam(m.parameters(), lr=torch.tensor([1e-3]))))(mlp()),
-        r"Adam without \['lr'\] that can be kept", "without dimensions",
+        r"\['lr'\] of group 0.*Adam.*with dimensions", "without dimensions",
     ),
     "no optimizer": (lambda: (mlp(), torch.nn.Linear(1, 1)), "Linear", "torch.optim optimizer"),
     "none at all": (lambda: (mlp(), []), "no optimizer", "give the optimizer"),
