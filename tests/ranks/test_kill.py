@@ -32,7 +32,9 @@ def test_uninterrupted_with_a_store_is_the_same_run(tmp_path, trained):
     assert attempt.every("stored", "error") == attempt.every("stored", "mismatch") == ["", ""]
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(
+    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 12))]
+)
 def test_killed_again_and_again(tmp_path, trained, seed):
     """Kills at random moments, of one rank or of both; then to the end, then from zarr alone."""
     launcher, reference = trained

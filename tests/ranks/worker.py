@@ -50,7 +50,7 @@ def build(kind: str, rank: int, ranks: int):
                 fully_shard(layer)
         fully_shard(model)  # the last layer is the root's
     elif kind == "ddp":
-        model = nn.parallel.DistributedDataParallel(model)
+        model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     first = model[:-1] if kind == "grow" else model
     optimizer = torch.optim.AdamW(
         [p for p in first.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.1, fused=True
