@@ -96,7 +96,9 @@ def carry_out(
     plans, all do their work, and all go on to the next plan or return. ``check`` may refuse a
     plan. Raises `RestoreError`, `NotProvableError`, or what made every candidate fail.
     """
-    if catalog is None:
+    if group.rank != 0:
+        catalog = Catalog(run=run)
+    elif catalog is None:
         catalog = read_catalog(tiers, run)
     planner = _Planner(catalog, step, term)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 
 from adacheck_store.format.errors import AdaCheckError
@@ -12,7 +12,8 @@ from adacheck_store.format.keys import parse_key
 from adacheck_store.format.record import Block
 from adacheck_store.tiers.base import Source, Tier
 
-from .proof import Segment
+Span = tuple[int, int | None]
+"""First and last step of a term's stretch of the line (None: open end)."""
 
 RUN_BLOCKS = 4
 """Blocks read from the upper tier at once."""
@@ -61,22 +62,23 @@ class TierSource:
 
 
 def missing_below(
-    uppers: Sequence[Tier], far: Tier, run: str, line: Sequence[Segment]
+    uppers: Sequence[Tier], far: Tier, run: str, line: Mapping[str, Span]
 ) -> list[str]:
     """Keys of the line that some upper tier has and ``far`` has not.
 
-    Layouts, manifests, bases, deltas and extras, of every term of the line up to its end.
+    Layouts, manifests, bases, deltas and extras, of every term of the line up to its end: ``line``
+    maps terms to their first and last steps.
     """
     have = set(far.list(f"{run}/"))
-    segments = {segment.term: segment for segment in line}
     keys: set[str] = set()
     for tier in uppers:
         for text in tier.list(f"{run}/"):
             key = parse_key(text)
             if text in have or key.kind == "log":
                 continue
-            segment = segments.get(key.term)
-            if key.kind == "layout" or (segment is not None and segment.covers(key.step)):
+            first, last = line.get(key.term, (1, 0))
+            on_line = first <= key.step and (last is None or key.step <= last)
+            if key.kind == "layout" or on_line:
                 keys.add(text)
     return sorted(keys)
 

@@ -13,8 +13,9 @@ from its parent's records.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from adacheck_store.format.errors import AdaCheckError
 from adacheck_store.format.keys import (
@@ -35,7 +36,7 @@ from adacheck_store.tiers.base import RecordSource, Tier
 from .boundary import Link
 from .catalog import Catalog, make_ref, read_catalog
 from .config import Settings, writer_info
-from .drain import missing_below
+from .drain import Span, missing_below
 from .group import Group, lead, same, share, together
 from .recovery import Prover, RestorePlan, tolerant_line
 from .restore import Restored
@@ -100,7 +101,8 @@ class Opening:
             lambda: self._keep([shape, document], link, step, anew=tail is None),
         )  # fmt: skip
         same(self.group, "manifest", {"the manifest": head.id})
-        if not lead(self.group, "begin", lambda: self._begin(document)):
+        stands, line = lead(self.group, "begin", lambda: self._begin(document))
+        if not stands:
             first = together(
                 self.group, "fork state",
                 lambda: first or self._keep([], link, step, anew=True),
@@ -110,7 +112,7 @@ class Opening:
         assert tail is not None
         backlog = [source.key for source in first]
         if self.store.near is not self.store.far:
-            backlog += self._inherited_backlog()
+            backlog += self._inherited_backlog({term: (low, high) for term, low, high in line})
         return Opened(manifest, link, tail, backlog)
 
     def _publish(self, shape: RecordSource) -> str:
@@ -166,19 +168,22 @@ class Opening:
         self.store.near.sync()
         return first
 
-    def _begin(self, document: RecordSource) -> bool:
-        """Make the term known to all; whether the state it begins with is still there.
+    def _begin(self, document: RecordSource) -> list[Any]:
+        """Make the term known to all (rank 0); whether the state it begins with is still there.
 
         A writer of the parent that took our claim for dead may have raised its floors meanwhile.
+        Gives the line as well: each term with its first and last step.
         """
         if self.store.near is not self.store.far:
             self.store.far.put([document])
             self.store.far.sync()
         if self.restored is None:
-            return True
+            return [True, []]
         catalog = read_catalog(self.store.tiers, self.run)
-        line = tolerant_line(catalog, self.restored.plan.term)
-        return isinstance(Prover(catalog, line).prove(self.restored.step), RestorePlan)
+        before = tolerant_line(catalog, self.restored.plan.term)
+        plan = Prover(catalog, before).prove(self.restored.step)
+        line = [[item.term, item.first, item.last] for item in tolerant_line(catalog)]
+        return [isinstance(plan, RestorePlan), line]
 
     def _tail(self, first: list[RecordSource]) -> Tail:
         tail = Tail()
@@ -188,11 +193,10 @@ class Opening:
                 tail.add(make_ref(parse_key(source.key), sealed, (self.store.near.traits.name,)))
         return tail
 
-    def _inherited_backlog(self) -> list[str]:
+    def _inherited_backlog(self, line: Mapping[str, Span]) -> list[str]:
         """Records of this rank on the line up to the fork that the far tier has not received."""
-        if self.restored is None:
+        if not line:
             return []
-        line = tolerant_line(read_catalog(self.store.tiers, self.run))
         missing = missing_below(self.store.uppers, self.store.far, self.run, line)
         shared = ("layout", "manifest")
         return [

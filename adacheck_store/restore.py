@@ -141,15 +141,14 @@ def restore_state(
     or what made every candidate fail.
     """
 
-    catalog = catalog if catalog is not None else read_catalog(tiers, run)
-
     def work(fetcher: Fetcher, whole: RestorePlan) -> _Fetched:
         plan = whole if own is None else _only(whole, *own)
         parts, reports = fetch_parts(fetcher, tiers, plan)
         extras = {rank: read_extra(fetcher, refs) for rank, refs in plan.extras.items()}
         drift = None
         if any(report.exactness == "bounded" and report.deltas for report in reports):
-            drift = _drift(fetcher, parts, plan, catalog, max_drift)
+            known = catalog if catalog is not None else read_catalog(tiers, run)
+            drift = _drift(fetcher, parts, plan, known, max_drift)
         return parts, reports, extras, drift
 
     done = carry_out(

@@ -26,9 +26,9 @@ from adacheck_store.format.layout import Layout
 from adacheck_store.format.record import Record
 
 from .boundary import Boundary, Link
-from .catalog import Catalog, RecordRef, read_catalog
+from .catalog import Catalog, RecordRef, Trouble, read_catalog
 from .config import Settings, arm_failpoints
-from .group import SOLO, Group, lead, same, together
+from .group import SOLO, Group, lead, same, share, together
 from .opening import Opened, Opening, without_unbegun
 from .recovery import RestorePlan
 from .restore import Restored, refuse_unknown, restore_state
@@ -61,7 +61,8 @@ class RunSession:
         self.group = group
         self.part = part_name(group.rank)
         self.rank = rank_name(group.rank)
-        self._catalog: Catalog = self._read_catalog()
+        self._told: tuple[Trouble, ...] = ()
+        self._catalog = self._read_catalog() if group.rank == 0 else Catalog(run=run)
         self._term: Term | None = None
         self._decided = False
         self._restored: Restored | None = None
@@ -100,7 +101,8 @@ class RunSession:
     def _read_catalog(self) -> Catalog:
         """What all tiers hold; those that could not be opened are among its troubles."""
         catalog = without_unbegun(read_catalog(self.store.tiers, self.run), self.store.far)
-        return dataclasses.replace(catalog, troubles=(*catalog.troubles, *self.store.troubles))
+        troubles = (*catalog.troubles, *self.store.troubles, *self._told)
+        return dataclasses.replace(catalog, troubles=troubles)
 
     def together(self, what: str, work: Callable[[], T]) -> T:
         """Do something on every rank; where it fails on any, all raise."""
@@ -108,7 +110,7 @@ class RunSession:
 
     @property
     def has_history(self) -> bool:
-        """True if the run has a term with a manifest in any tier."""
+        """True if the run has a term with a manifest in any tier (rank 0 knows)."""
         return not self._catalog.empty
 
     @property
@@ -132,7 +134,8 @@ class RunSession:
         if not self._enter(lambda: self._claim(resume, step)):
             return None
         self._restored = restore_state(
-            self.store.tiers, self.run, step=step, term=term, catalog=self._catalog,
+            self.store.tiers, self.run, step=step, term=term,
+            catalog=self._catalog if self.group.rank == 0 else None,
             max_drift=self.settings.max_drift, group=self.group, own=(self.part, self.rank),
             check=self._check_ranks,
         )  # fmt: skip
@@ -146,10 +149,14 @@ class RunSession:
             history = claim()
             return [str(self._term), history]
 
+        unread = [[trouble.tier, str(trouble.error)] for trouble in self.store.troubles]
+        told = share(self.group, "tiers that cannot be read", lambda: unread)
+        self._told = tuple(
+            Trouble(tier=tier, key="", error=TierError(text)) for each in told[1:]
+            for tier, text in each
+        )  # fmt: skip
         term, history = lead(self.group, "claim", claimed)
         self._term = Term.parse(term)
-        if self.group.rank != 0:
-            self._catalog = self._read_catalog()
         self._decided = not history
         return bool(history)
 

@@ -7,13 +7,15 @@ import pytest
 
 from adacheck_store.arrays import byte_view
 from adacheck_store.boundary import Link
-from adacheck_store.catalog import make_ref
+from adacheck_store.catalog import Trouble, make_ref
 from adacheck_store.format.canonical import dumps, loads
 from adacheck_store.format.errors import (
     GroupError,
     ModelMismatchError,
     NotProvableError,
     OrderError,
+    RestoreError,
+    TierError,
     TierFullError,
     UnsupportedError,
 )
@@ -223,6 +225,25 @@ def test_other_steps_asked_for_are_refused():
             session.close()
 
     assert all("step is 3 on rank 0, 4 on rank 1" in str(error) for error in on_ranks(2, restore))
+
+
+def test_a_tier_that_one_rank_alone_cannot_read_is_everyones_trouble():
+    """It may hold the run's history: no rank begins anew beside it."""
+    fleet = Fleet(2)
+
+    def restore(group):
+        session = fleet.session(group)
+        if group.rank == 1:
+            trouble = Trouble(tier="lmdb:b", key="", error=TierError("rotten", tier="lmdb:b"))
+            session.store = dataclasses.replace(session.store, troubles=(trouble,))
+        try:
+            session.restore()
+        finally:
+            session.close()
+
+    found = on_ranks(2, restore)
+    assert [type(error) for error in found] == [RestoreError] * 2
+    assert all("rotten [tier=lmdb:b]" in str(error) for error in found)
 
 
 # Floors --------------------------------------------------------------------------------------
