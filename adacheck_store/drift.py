@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 WAITING_MAX = 4
 """Captured bases that may wait to be compared; one that comes in vain is said."""
 
-_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -54,7 +54,7 @@ def write_direct(file: int, view: memoryview) -> int:
         while done < whole and done % ALIGNMENT == 0:
             done += os.write(file, view[done:whole])
     except OSError as error:
-        if error.errno != errno.EINVAL:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
             raise
     finally:
         fcntl.fcntl(file, fcntl.F_SETFL, flags)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from adacheck_store.config import Settings
-from adacheck_store.drift import Drift
+from adacheck_store.drift import Drift, _ordered
 from adacheck_store.restore import restore_state
 from adacheck_store.store import open_store
 from tests.hooks.helpers import adamw, attach, bits, mlp, restored, same, train
@@ -101,3 +101,14 @@ def test_attach_twice_does_not_drift(tmp_path: Path) -> None:
         if turn:
             assert report.certificate.exactness == "exact"
             assert report.certificate.drift is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.bfloat16, torch.float32, torch.float64])
+def test_neighbouring_numbers_are_one_apart(dtype: torch.dtype) -> None:
+    numbers = _ordered(torch.tensor([-2.0, -0.0, 0.0, 1.0, 1.5], dtype=dtype)).tolist()
+    assert numbers == sorted(numbers)
+    assert numbers[1] == numbers[2]
+    one = torch.tensor([1.0], dtype=dtype)
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[one.element_size()]
+    after = (one.view(bits) + 1).view(dtype)
+    assert int(_ordered(after) - _ordered(one)) == 1
