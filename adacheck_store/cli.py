@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from adacheck_store import __version__
+from adacheck_store.agent.command import agent_verb
 from adacheck_store.format.errors import AdaCheckError
 
 if TYPE_CHECKING:
@@ -264,6 +265,9 @@ def restore_verb(
     with open_url(store_url, cache) as store, progress_bar() as tell:
         row = restore(store, file, run, step=step, term=term, force=force, progress=tell)
     _show_rows("restored", store_url, [row], as_json)
+
+
+main.add_command(agent_verb)
 
 
 def _show_rows(kind: str, url: str, rows: list[Any], as_json: bool, **more: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import socket
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +32,8 @@ class Settings:
     difference of any number of the state that such a fold may have, in that number's own unit.
     ``stall_timeout_s``: how long a step waits at W before training goes on exposed.
     ``grace_s``: age in seconds before a superseded record of the object tier is deleted.
-    ``lmdb_bytes``: capacity of the LMDB tier (0: nine tenths of what the disk has for it).
+    ``lmdb_bytes``: capacity of the LMDB tier (0: nine tenths of what the disk has for it). ``k``:
+    failure domains that the agents' memories survive losing at once; without agents not used.
     """
 
     policy: str = "lossless"
@@ -49,6 +51,7 @@ class Settings:
     resume: str = "auto"
     strict: bool = False
     lmdb_bytes: int = 0
+    k: int = 1
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
@@ -57,7 +60,7 @@ class Settings:
             raise UsageError(f"resume {self.resume!r}", hint=f"one of {RESUMES}")
         least = {
             "window": 1, "base_every": 1, "full_every": 1, "object_lag": 1, "keep_bases": 1,
-            "start_step": 0,
+            "start_step": 0, "k": 0,
         }  # fmt: skip
         for name, low in least.items():
             value = getattr(self, name)
@@ -97,6 +100,37 @@ def local_rank(rank: int) -> int:
     """Number of this rank on its host: ``LOCAL_RANK`` as torchrun sets it, else its number."""
     text = environment().get("LOCAL_RANK", "")
     return int(text) if text.isascii() and text.isdigit() else rank
+
+
+def runtime_folder() -> Path:
+    """Where agents of this user have their sockets: ``ADACHECK_RUNTIME``, else the user's own."""
+    named = environment().get("ADACHECK_RUNTIME", "")
+    if named:
+        return Path(named).absolute()
+    session = environment().get("XDG_RUNTIME_DIR", "")
+    if session and os.path.isdir(session):
+        return Path(session) / "adacheck-store"
+    return Path(tempfile.gettempdir()) / f"adacheck-store-{os.geteuid()}"
+
+
+def boot_id() -> str:
+    """The kernel's name for this host since it was started; empty where it has none."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
+
+
+def memory_available() -> int:
+    """Bytes of memory that could be taken without swapping (Linux; else 4 GiB)."""
+    try:
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            name, _, rest = line.partition(":")
+            if name == "MemAvailable":
+                return int(rest.split()[0]) << 10
+    except (OSError, ValueError, IndexError):
+        pass
+    return 4 << 30
 
 
 def writer_info() -> dict[str, str]:

@@ -55,7 +55,7 @@ class Fetcher:
         self.used: dict[str, int] = {}
 
     def _candidates(self, ref: RecordRef) -> list[str]:
-        held = [name for name in ref.tiers if name in self._tiers]
+        held = [name for name in self._tiers if name in ref.tiers]  # a plan is made elsewhere
         return [name for name in held if (name, ref.key) not in self.failed]
 
     def _fail(self, ref: RecordRef, tier: str, error: AdaCheckError) -> None:

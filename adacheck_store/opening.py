@@ -60,7 +60,8 @@ class Opened:
 class Opening:
     """Opens a term for a part and a rank; ``restored`` is what it goes on from, if anything.
 
-    ``base`` and ``extra`` make records of the live state, where it is needed.
+    ``base`` and ``extra`` make records of the live state, where it is needed. ``announce`` is told
+    of the manifest before anything is put under it.
     """
 
     store: Store
@@ -71,6 +72,7 @@ class Opening:
     restored: Restored | None
     base: MakeRecord
     extra: MakeRecord
+    announce: Callable[[Manifest, Layout], None] = lambda manifest, layout: None
 
     @property
     def part(self) -> str:
@@ -96,6 +98,7 @@ class Opening:
         )  # fmt: skip
         document = RecordSource(str(manifest_key(self.run, link.term, step)), Record(head, {}))
         tail = self._inherited(sealed.id)
+        together(self.group, "announce", lambda: self.announce(manifest, layout))
         first = together(
             self.group, "first records",
             lambda: self._keep([shape, document], link, step, anew=tail is None),

@@ -7,7 +7,8 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from adacheck_store.format.errors import (
     AdaCheckError,
@@ -23,6 +24,7 @@ from adacheck_store.format.keys import (
     rank_name,
 )
 from adacheck_store.format.layout import Layout
+from adacheck_store.format.manifest import Manifest
 from adacheck_store.format.record import Record
 
 from .boundary import Boundary, Link
@@ -33,11 +35,14 @@ from .opening import Opened, Opening, without_unbegun
 from .recovery import RestorePlan
 from .restore import Restored, refuse_unknown, restore_state
 from .revisions import Revisions
-from .status import Status, status_of, unsaved
+from .status import Background, Status, status_of, unsaved
 from .store import Store, open_store, refuse_set_aside
 from .terms import claim_term
 from .upkeep import Upkeep
 from .writer import Writer
+
+if TYPE_CHECKING:
+    from .agent.crew import Agents, Crew
 
 T = TypeVar("T")
 
@@ -54,7 +59,11 @@ class RunSession:
     `close`. All calls but `append` and `wants_base` may be made from any one thread.
     """
 
-    def __init__(self, store: Store, run: str, settings: Settings, group: Group = SOLO) -> None:
+    def __init__(
+        self, store: Store, run: str, settings: Settings, group: Group = SOLO,
+        crew: Crew | None = None,
+    ) -> None:  # fmt: skip
+        self._crew = crew
         self.store = store
         self.run = check_run(run)
         self.settings = settings
@@ -67,7 +76,7 @@ class RunSession:
         self._decided = False
         self._restored: Restored | None = None
         self._writer: Writer | None = None
-        self._upkeep: Upkeep | None = None
+        self._upkeep: Background | None = None
         self._step = -1
         self._mismatch = ""
         self._revisions: Revisions | None = None
@@ -76,11 +85,12 @@ class RunSession:
     @classmethod
     def open(
         cls, store_url: str, run: str, *, cache: str | os.PathLike[str] | None = None,
-        settings: Settings | None = None, group: Group = SOLO,
+        settings: Settings | None = None, group: Group = SOLO, agents: Agents | None = None,
     ) -> RunSession:  # fmt: skip
         """Open a store for writing a run, making it if absent; see `store.open_store`.
 
-        Every rank of ``group`` opens it, with the same arguments.
+        Every rank of ``group`` opens it, with the same arguments. With ``agents`` the records go
+        to the agent of this node, which is started if there is none.
         """
         arm_failpoints()
         check_run(run)
@@ -89,6 +99,15 @@ class RunSession:
             "run": run, "store": store_url, "the number of ranks": group.size,
             **dataclasses.asdict(settings),
         })  # fmt: skip
+        if agents is not None:
+            from .agent.crew import Crew
+
+            crew = Crew(store_url, run, group, agents, settings, cache=cache)
+            try:
+                return cls(crew.store, run, settings, group, crew)
+            except BaseException:
+                crew.store.close()
+                raise
         store = open_store(
             store_url, cache=cache, write=True, lmdb_bytes=settings.lmdb_bytes, group=group
         )
@@ -103,6 +122,12 @@ class RunSession:
         catalog = without_unbegun(read_catalog(self.store.tiers, self.run), self.store.far)
         troubles = (*catalog.troubles, *self.store.troubles, *self._told)
         return dataclasses.replace(catalog, troubles=troubles)
+
+    def _read_kept(self) -> Catalog:
+        """What all tiers hold, and agents keep until the term opens."""
+        if self._crew is not None:
+            self._crew.ask(str(self._term))
+        return self._read_catalog()
 
     def together(self, what: str, work: Callable[[], T]) -> T:
         """Do something on every rank; where it fails on any, all raise."""
@@ -137,7 +162,7 @@ class RunSession:
             self.store.tiers, self.run, step=step, term=term,
             catalog=self._catalog if self.group.rank == 0 else None,
             max_drift=self.settings.max_drift, group=self.group, own=(self.part, self.rank),
-            check=self._check_ranks,
+            here=self._crew.here if self._crew else frozenset(), check=self._check_ranks,
         )  # fmt: skip
         self._decided = True
         return self._restored
@@ -170,7 +195,7 @@ class RunSession:
         if self._term is None:  # a try that found nothing to restore leaves its claim to the next
             seen = [manifest.term for manifest in self._catalog.manifests.values()]
             self._term = claim_term(self.store.far, self.run, seen)
-        self._catalog = self._read_catalog()
+        self._catalog = self._read_kept()
         if resume != "never":
             refuse_unknown(self._catalog)
             if not self.has_history:
@@ -219,6 +244,7 @@ class RunSession:
         opened = Opening(
             store=self.store, run=self.run, term=self._term, group=self.group,
             settings=self.settings, restored=self._restored, base=base, extra=extra,
+            announce=self._announce,
         ).open(layout, start_step)  # fmt: skip
         self._layouts[opened.link.layout] = layout
         self._run_threads(opened, layout)
@@ -230,20 +256,24 @@ class RunSession:
         assert self._revisions is not None
         self._revisions.follow(layout, step)
 
+    def _announce(self, manifest: Manifest, layout: Layout) -> None:
+        if self._crew is not None:
+            self._crew.open(manifest, self._catalog.manifests, layout)
+
     def _run_threads(self, opened: Opened, layout: Layout) -> None:
         assert self._term is not None
         revisions = self._revisions = Revisions(
             self.run, self.group, opened.manifest, self._layouts, self.settings.stall_timeout_s
         )
-        upkeep = Upkeep(
-            self.store, run=self.run, term=self._term, group=self.group, layouts=self._layouts,
-            settings=self.settings, tail=opened.tail, backlog=opened.backlog,
-            ask_for_base=lambda reason, first: self._mistrust(writer, reason, first),
-        )  # fmt: skip
         writer = Writer(
             self.store.near, opened.link, opened.manifest.step, window=self.settings.window,
             stall_timeout_s=self.settings.stall_timeout_s, on_stored=self._stored, layout=layout,
             revise=revisions.revise,
+        )  # fmt: skip
+        ask = partial(self._mistrust, writer)
+        upkeep: Background = self._crew.upkeep(str(self._term), ask) if self._crew else Upkeep(
+            self.store, run=self.run, term=self._term, group=self.group, layouts=self._layouts,
+            settings=self.settings, tail=opened.tail, backlog=opened.backlog, ask_for_base=ask,
         )  # fmt: skip
         if opened.tail.base is not None:
             upkeep.progress.exactness = opened.tail.base.exactness
@@ -261,7 +291,7 @@ class RunSession:
         if self._upkeep is not None:
             self._upkeep.stored(step, refs)
 
-    def _running(self) -> tuple[Writer, Upkeep]:
+    def _running(self) -> tuple[Writer, Background]:
         if self._writer is None or self._upkeep is None:
             raise OrderError("the session has not started", run=self.run)
         return self._writer, self._upkeep

@@ -6,11 +6,51 @@ import dataclasses
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
+from adacheck_store.format.errors import AdaCheckError, TermError
+
+from .catalog import RecordRef
 from .drift import Drift
 from .store import Store
-from .upkeep import Upkeep
+from .tail import Progress
 from .writer import Writer
+
+
+class Background(Protocol):
+    """What a session needs of whoever compacts, drains and prunes behind its writer."""
+
+    @property
+    def progress(self) -> Progress:
+        """How far the work is."""
+        ...
+
+    @property
+    def error(self) -> AdaCheckError | None:
+        """What keeps something from being done, if anything does."""
+        ...
+
+    @property
+    def fenced(self) -> TermError | None:
+        """That a newer term has the run, once it has."""
+        ...
+
+    @property
+    def busy_since(self) -> Mapping[str, float | None]:
+        """Since when each thread has been at what it is doing."""
+        ...
+
+    def stored(self, step: int, refs: list[RecordRef]) -> None:
+        """Take note of what is durable in the near tier."""
+        ...
+
+    def flush(self, timeout_s: float | None) -> bool:
+        """Drain all that is stored; False if the time ran out."""
+        ...
+
+    def close(self, timeout_s: float) -> bool:
+        """Stop; False if the time ran out."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +91,9 @@ class Status:
 
 
 def status_of(
-    store: Store, writer: Writer, upkeep: Upkeep, *, run: str, term: str, step: int, mismatch: str
-) -> Status:
+    store: Store, writer: Writer, upkeep: Background, *, run: str, term: str, step: int,
+    mismatch: str,
+) -> Status:  # fmt: skip
     """Where a writer and its upkeep stand."""
     progress = dataclasses.replace(upkeep.progress)
     error = writer.error or upkeep.error
@@ -70,14 +111,14 @@ def status_of(
     )  # fmt: skip
 
 
-def busy(writer: Writer, upkeep: Upkeep) -> dict[str, float]:
+def busy(writer: Writer, upkeep: Background) -> dict[str, float]:
     """For how many seconds each thread has been at what it is doing; those that rest are left."""
     since = {"writer": writer.busy_since, **upkeep.busy_since}
     now = time.monotonic()
     return {name: now - start for name, start in since.items() if start is not None}
 
 
-def unsaved(store: Store, writer: Writer, upkeep: Upkeep, step: int) -> str:
+def unsaved(store: Store, writer: Writer, upkeep: Background, step: int) -> str:
     """What is not stored or not drained, and who has been at it for how long."""
     near, far = store.near.traits.name, store.far.traits.name
     at = ", ".join(f"{name} busy for {s:.0f} s" for name, s in busy(writer, upkeep).items())

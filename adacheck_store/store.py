@@ -150,7 +150,7 @@ def open_store(
 
     try:
         together(group, "open", own)  # before any looks at the others': they are whole then
-        others = _other_nodes(folder, troubles, skip=name)
+        others = _other_nodes(folder, troubles, skip={name})
     except BaseException:
         for tier in opened:
             tier.close()
@@ -158,6 +158,37 @@ def open_store(
     far, near = opened
     aside = tuple(sorted(path.parent for path in folder.glob("*-damaged-*/data.mdb")))
     return Store(url, near, far, tuple(others), tuple(troubles), aside)
+
+
+def agent_tiers(
+    url: str, run: str, node: str, *, cache: str | os.PathLike[str] | None = None
+) -> tuple[LmdbTier, ZarrTier]:
+    """The tiers below an agent's memory: its node's LMDB of the run, which it alone writes, and
+    the far tier; both made if absent. Raises what `open_store` raises."""
+    root = local_folder(url)
+    _refuse_foreign(root)
+    objects = LocalObjects(root / "objects")
+    open_marked(objects, create=True)
+    far = ZarrTier(objects)
+    try:
+        folder = Path(cache) if cache is not None else root / "lmdb"
+        return _open_near(folder / agent_lmdb(node, run), 0, []), far
+    except BaseException:
+        far.close()
+        raise
+
+
+def beside_agents(
+    url: str, run: str, cache: str | os.PathLike[str] | None, nodes: set[str]
+) -> tuple[Tier, tuple[list[Tier], tuple[Trouble, ...]]]:
+    """The far tier for a trainer whose records agents keep; and the LMDBs of other nodes than
+    those, found beside theirs, with what cannot be read."""
+    root = local_folder(url)
+    troubles: list[Trouble] = []
+    folder = Path(cache) if cache is not None else root / "lmdb"
+    known = {agent_lmdb(node, run) for node in nodes}
+    others = _other_nodes(folder, troubles, skip=known)
+    return ZarrTier(LocalObjects(root / "objects")), (others, tuple(troubles))
 
 
 def _refuse_foreign(root: Path) -> None:
@@ -171,7 +202,7 @@ def _refuse_foreign(root: Path) -> None:
             )  # fmt: skip
 
 
-def _open_near(path: Path, capacity_bytes: int, troubles: list[Trouble]) -> Tier:
+def _open_near(path: Path, capacity_bytes: int, troubles: list[Trouble]) -> LmdbTier:
     """This node's LMDB for writing; one whose structure is damaged is set aside and said so."""
     capacity, name = capacity_bytes or _disk_share(path), lmdb_name(path.name)
     try:
@@ -209,7 +240,7 @@ def _open_reading(url: str, root: Path, folder: Path) -> Store:
         place = error.at(tier="zarr", path=str(root))
         troubles.append(Trouble(tier="zarr", key="", error=place))
         far = _open_unmarked(root)
-    tiers = [*_other_nodes(folder, troubles, skip=""), *([far] if far else [])]
+    tiers = [*_other_nodes(folder, troubles, skip=set()), *([far] if far else [])]
     if not tiers:
         raise troubles[-1].error
     return Store(url, tiers[0], tiers[-1], tuple(tiers[1:-1]), tuple(troubles))
@@ -244,7 +275,7 @@ def _open_unmarked(root: Path) -> Tier | None:
     return None
 
 
-def _other_nodes(folder: Path, troubles: list[Trouble], *, skip: str) -> list[Tier]:
+def _other_nodes(folder: Path, troubles: list[Trouble], *, skip: set[str]) -> list[Tier]:
     """The LMDB tiers of other nodes found beside ours, opened read-only."""
     tiers: list[Tier] = []
     try:
@@ -256,7 +287,7 @@ def _other_nodes(folder: Path, troubles: list[Trouble], *, skip: str) -> list[Ti
         return tiers
     first = node_name()
     for name in sorted(names, key=lambda name: (not name.startswith(first), name)):
-        if name == skip or "-damaged-" in name:
+        if name in skip or "-damaged-" in name:
             continue
         try:
             tiers.append(LmdbTier(folder / name, readonly=True, name=lmdb_name(name)))
@@ -264,6 +295,11 @@ def _other_nodes(folder: Path, troubles: list[Trouble], *, skip: str) -> list[Ti
             place = error.at(tier=lmdb_name(name), path=str(folder / name))
             troubles.append(Trouble(tier=lmdb_name(name), key="", error=place))
     return tiers
+
+
+def agent_lmdb(node: str, run: str) -> str:
+    """Name of the folder of an agent's LMDB: one process writes there, and serves one run."""
+    return f"{node}.{run}"
 
 
 def lmdb_name(node: str) -> str:

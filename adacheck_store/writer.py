@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from adacheck_store.format.errors import AdaCheckError, TierError
+from adacheck_store.format.errors import AdaCheckError, BaseNeededError, TierError
 from adacheck_store.format.keys import base_key, delta_key, extra_key, parse_key
 from adacheck_store.format.layout import Layout
 from adacheck_store.format.record import Record
@@ -191,8 +191,11 @@ class Writer:
         with self._changed:
             self._note(error.at(run=self._link.run, term=self._link.term, step=boundary.step))
             self._open_gap(error.message, boundary.step)
-            self._retry_at = time.monotonic() + self._pause_s
-            self._pause_s = min(2 * self._pause_s, BACKOFF_S[1])
+            if isinstance(error, BaseNeededError):  # the tier answers, and asks for just that
+                self._retry_at = 0.0
+            else:
+                self._retry_at = time.monotonic() + self._pause_s
+                self._pause_s = min(2 * self._pause_s, BACKOFF_S[1])
 
     def _store(self, boundary: Boundary) -> list[RecordRef] | None:
         """Encode, put and sync one boundary; None if a gap before it makes it useless."""

@@ -91,6 +91,7 @@ WHAT_TO_DO = {
     "ChainError": "Run `fsck`: it names the link and the steps that are still provable.",
     "ChainBrokenError": "Bring back the tier that holds what is missing, or restore an older step.",
     "ForkError": "Two writers of one term: stop one, and restore an earlier step.",
+    "BaseNeededError": "Nothing, in training: the next boundary brings a captured base.",
     "ReplayMismatchError": "Nothing, in training: the chain ends before the step, and a captured "
     "base follows. In a restore an older step is taken, and said.",
     "TierError": "Training goes on, and a captured base closes the gap. See to the medium named.",

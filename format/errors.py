@@ -12,6 +12,7 @@
     ├── ChainError                   records that do not fit together
     │   ├── ChainBrokenError         a parent is missing or another one
     │   ├── ForkError                two ids under one delta's key
+    │   ├── BaseNeededError          what a delta follows on is nowhere: send a captured base
     │   └── ReplayMismatchError      a fold differs from the trainer's fingerprints
     ├── TierError                    a place that keeps records
     │   ├── RecordNotFoundError      no such record here
@@ -119,6 +120,10 @@ class ChainBrokenError(ChainError):
 
 class ForkError(ChainError):
     """Two different ids under one delta's key."""
+
+
+class BaseNeededError(ChainError):
+    """A step cannot be built on what the holders have: a captured base has to come."""
 
 
 class ReplayMismatchError(ChainError):

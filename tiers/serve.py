@@ -115,6 +115,10 @@ class Server:
         """Let nobody of a run in by TLS any more; who is in stays."""
         self._runs.remove(run)
 
+    def sessions(self) -> dict[str, PeerInfo]:
+        """Who is there: clients that answer, by session."""
+        return {name: session.peer for name, session in list(self._sessions.items())}
+
     def stats(self) -> dict[str, int]:
         """Connections, pending ones, sessions and calls under way; and counts since the start."""
         now = {

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from adacheck_store.agent.crew import Agents
 from adacheck_store.config import Settings
 from adacheck_store.group import Group, together
 from adacheck_store.session import RunSession
@@ -17,7 +18,7 @@ from .names import Model
 from .ranks import find_group
 from .seam import RestoreReport
 
-__all__ = ["Checkpointer", "RestoreReport", "attach"]
+__all__ = ["Agents", "Checkpointer", "RestoreReport", "attach"]
 
 
 def attach(
@@ -41,6 +42,7 @@ def attach(
     group: Group | None = None,
     bounded_every: int = 256,
     max_drift: float = 1e-3,
+    agents: Agents | None = None,
 ) -> Checkpointer:
     """Keep a checkpoint of every step of a run in the store at a URL.
 
@@ -50,8 +52,9 @@ def attach(
     consumes what is stored. ``window`` is how many steps may be in flight, ``base_every`` how
     often a base is made by folding, ``full_every`` how often the whole state is kept where
     updates cannot be folded (an optimizer that nobody has proven), ``object_lag`` how many steps
-    the object tier may stay behind, ``keep`` how many bases are kept. ``k``, the failure domains
-    that memory survives, is for agents, which do not exist yet: it has no effect. ``resume`` is
+    the object tier may stay behind, ``keep`` how many bases are kept. With
+    ``agents`` the records go to an agent on this node, started if there is none, which outlives
+    this process: it passes them on to ``k`` others, folds, drains and prunes. ``resume`` is
     ``auto``, ``must`` (an error on a run without history) or ``never``. ``strict`` raises an error
     of saving at the next boundary. ``lmdb_bytes`` is the LMDB tier's capacity (0: nine tenths of
     what its disk has; it needs about ``keep`` + 1 whole states and the gradients of
@@ -76,11 +79,13 @@ def attach(
             policy=policy, window=window, base_every=base_every, full_every=full_every,
             object_lag=object_lag, keep_bases=keep, start_step=start_step, resume=resume,
             strict=strict, lmdb_bytes=lmdb_bytes, bounded_every=bounded_every,
-            max_drift=max_drift,
+            max_drift=max_drift, k=k,
         )  # fmt: skip
 
     settings = together(ranks, "arguments of attach", checked)
-    session = RunSession.open(store, run, cache=cache, settings=settings, group=ranks)
+    session = RunSession.open(
+        store, run, cache=cache, settings=settings, group=ranks, agents=agents
+    )
     try:
         return Checkpointer(model, optimizer, session, settings, names, ranks)
     except BaseException:

@@ -82,6 +82,11 @@ class AgentCore:
             ev.Tick: self._tick,
         }  # fmt: skip
 
+    def adapt(self, settings: AgentSettings) -> None:
+        """Take over other settings of the run; the places stay."""
+        self.settings = settings
+        self.drains.adapt(settings.base_every, settings.object_lag, settings.object_lag_s)
+
     def handle(self, event: Event, now: float) -> list[Command]:
         """Take note of an event; what is to be done now."""
         out = list(self._handlers[type(event)](event, now))

@@ -38,7 +38,13 @@ class Drains:
         self._lag = lag
         self._lag_s = lag_s
         self._bases: dict[str, int] = {}
+        self.hurry = False
+        """True while all there is is to be drained, whatever the lag."""
         self.idle = True
+
+    def adapt(self, base_every: int, lag: int, lag_s: float) -> None:
+        """Take over other settings."""
+        self._base_every, self._lag, self._lag_s = base_every, lag, lag_s
 
     def note(self, ref: RecordRef, places: int, now: float) -> None:
         """A record of an own chain is here, in those places."""
@@ -76,7 +82,7 @@ class Drains:
                 continue
             steps = set(queue.waiting.values()) if queue.place == FAR else ()
             late = now - queue.since > self._lag_s
-            if queue.place == LMDB or late or 2 * len(steps) >= self._lag:
+            if self.hurry or queue.place == LMDB or late or 2 * len(steps) >= self._lag:
                 first = sorted(queue.waiting, key=lambda key: (queue.waiting[key], key))
                 queue.busy = tuple(first[:BATCH])
                 yield Drain(queue.place, queue.busy)
@@ -85,3 +91,7 @@ class Drains:
     def behind(self) -> int:
         """Records that wait for some place."""
         return sum(len(queue.waiting) for queue in self._queues)
+
+    def waiting_for(self, place: int) -> int:
+        """Records that wait for one place."""
+        return sum(len(queue.waiting) for queue in self._queues if queue.place == place)

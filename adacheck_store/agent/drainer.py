@@ -1,0 +1,66 @@
+"""Drainers: copy records of this node's own chains to a lower place, as the core commands."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from adacheck_store.drain import copy_records, in_batches
+from adacheck_store.format.errors import FormatError, RecordNotFoundError
+
+from . import events as ev
+from .door import copy_documents
+from .replica import FAR, LMDB, RAM
+from .work import Work, log
+
+if TYPE_CHECKING:
+    from .shell import Shell
+
+
+class Drainer:
+    """Drains to one place; a failure is tried again later and later, and holds up nothing else.
+
+    ``bytes_per_s`` caps what is copied to the far tier (0: nothing does).
+    """
+
+    def __init__(self, shell: Shell, place: int) -> None:
+        self._shell = shell
+        self._place = place
+        self.bytes_per_s = 0
+        self.bytes_drained = 0
+        self.drained = -1
+        name = "drain-lmdb" if place == LMDB else "drain-far"
+        self.work: Work[ev.Drain] = Work(name, self._act, self._failed, backoff=True)
+
+    def give(self, command: ev.Drain) -> None:
+        """Have records drained."""
+        self.work.give(command)
+
+    def _act(self, command: ev.Drain) -> None:
+        shell, target = self._shell, self._shell.places[self._place]
+        uppers = [shell.places[place] for place in (RAM, LMDB)
+                  if place in shell.places and place != self._place]  # fmt: skip
+        copy_documents(shell.places[RAM], target, shell.run)
+        for batch in in_batches(command.keys, len(command.keys)):
+            before = time.monotonic()
+            size = self._copy(uppers, batch)
+            self.bytes_drained += size
+            if self.bytes_per_s and self._place == FAR:
+                rest_s = size / self.bytes_per_s - (time.monotonic() - before)
+                self.work.ending.wait(max(0.0, rest_s))
+        target.sync()
+        shell.tell(ev.Drained(self._place, command.keys))
+
+    def _failed(self, command: ev.Drain, error: Exception) -> None:
+        self._shell.tell(ev.Drained(self._place, ()))
+
+    def _copy(self, uppers: list, batch: list[str]) -> int:  # type: ignore[type-arg]
+        """Copy a batch; of records that are gone or damaged here, say so and pass them over."""
+        target = self._shell.places[self._place]
+        try:
+            return copy_records(uppers, target, batch)
+        except (RecordNotFoundError, FormatError) as error:
+            if len(batch) == 1:
+                log.warning("not drained: %s", error.at(key=batch[0]))
+                return 0
+        return sum(self._copy(uppers, [key]) for key in batch)

@@ -1,0 +1,132 @@
+"""What an agent tells of itself: to a trainer every second (news), to people (status)."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from .marks import Mark
+from .replica import FAR, LMDB, RAM, Replica
+from .shell import Shell
+from .work import Work
+
+PLACE_NAMES = {RAM: "ram", LMDB: "lmdb", FAR: "far"}
+
+
+def news(shell: Shell, part: str) -> dict[str, Any]:
+    """What a part's trainer wants to know.
+
+    ``ask_base``: the first step of its chain that is wrong, once; else -1. ``behind``: records
+    that are still to be drained.
+    """
+    with shell.lock:
+        view = shell.core.view
+        replica = view.replicas.get(part)
+        return {
+            "term": view.term, "watermark": view.watermark, "behind": shell.behind,
+            "ask_base": shell.asked.pop(part, -1), "base": _newest_base(replica),
+            "drained": _drained(replica), "errors": errors(shell),
+            "exposed": sorted(_exposed(shell)),
+            "bytes_drained": sum(d.bytes_drained for d in shell.drainers.values()),
+        }  # fmt: skip
+
+
+def status(shell: Shell) -> dict[str, Any]:
+    """All there is to know of the run at this agent; bytes and steps as numbers."""
+    with shell.lock:
+        view, now = shell.core.view, time.monotonic()
+        exposed = _exposed(shell)
+        chains = {
+            name: _chain(shell, name, now) | {"exposed": name in exposed}
+            for name in sorted({*view.replicas, *view.seats})
+        }  # fmt: skip
+        return {
+            "term": view.term, "watermark": view.watermark, "chains": chains,
+            "memory": {"used": shell.core.budget.used, "total": shell.core.budget.total},
+            "peers": {
+                name: {"live": view.live(name, now), "endpoint": shell.endpoints.get(name, ""),
+                       "silent_s": round(now - peer.heard_at, 1)}
+                for name, peer in view.peers.items()
+            },
+            "drains": {
+                PLACE_NAMES[place]: {
+                    "waiting": shell.core.drains.waiting_for(place), "bytes": drainer.bytes_drained,
+                    "busy_s": _busy(drainer.work.busy_since, now),
+                }
+                for place, drainer in shell.drainers.items()
+            },
+            "trainers": shell.trainers, "errors": errors(shell),
+            "frozen": shell.core.lease.frozen(now),
+        }  # fmt: skip
+
+
+def errors(shell: Shell) -> dict[str, str]:
+    """What is wrong now, by what it is wrong with."""
+    works: list[Work[Any]] = [
+        shell.folding,
+        shell.prunes.work,
+        *(d.work for d in shell.drainers.values()),
+    ]
+    works += [caller.work for caller in shell.callers]
+    return {work.thread.name: str(work.error) for work in works if work.error is not None}
+
+
+def _chain(shell: Shell, name: str, now: float) -> dict[str, Any]:
+    view = shell.core.view
+    replica = view.replicas.get(name)
+    seat = view.seats.get(name)
+    holders = seat.holders if seat else ()
+    marks: dict[str, Mark] = {holder: view.mark(holder, name) for holder in holders}
+    sizes = dict.fromkeys(PLACE_NAMES.values(), 0)
+    for ref in replica.refs.values() if replica else ():
+        for place, word in PLACE_NAMES.items():
+            sizes[word] += ref.nbytes if replica and replica.places[ref.key] & place else 0
+    return {
+        "replica_step": _newest_base(replica),
+        "newest_step": replica.mark().newest if replica else -1,
+        "records": len(replica.refs) if replica else 0, "bytes": sizes,
+        "owner": view.owns(name),
+        "holders": {
+            holder: {"newest": mark.newest, "live": view.live(holder, now)}
+            for holder, mark in marks.items()
+        },
+    }  # fmt: skip
+
+
+def _exposed(shell: Shell) -> set[str]:
+    """Chains of which fewer than k+1 live holders can produce the newest step known here."""
+    view, now = shell.core.view, time.monotonic()
+    if view.opened is None:
+        return set()
+    found = set()
+    for chain, seat in view.seats.items():
+        newest = view.mark(view.node, chain).settled if view.holds(chain) else view.watermark
+        able = [
+            name for name in seat.holders
+            if view.live(name, now) and view.mark(name, chain).covers(max(newest, 0))
+        ]  # fmt: skip
+        if len(able) <= view.opened.k:
+            found.add(chain)
+    return found
+
+
+def _newest_base(replica: Replica | None) -> int:
+    refs = replica.refs.values() if replica else ()
+    return max((ref.step for ref in refs if ref.kind == "base"), default=-1)
+
+
+def _drained(replica: Replica | None) -> int:
+    """The newest step whose delta (or base) is in the far tier, with all before it here."""
+    if replica is None:
+        return -1
+    reached = -1
+    for ref in sorted(replica.refs.values(), key=lambda ref: ref.step):
+        if ref.kind == "delta" or (ref.kind == "base" and ref.origin == "captured"):
+            if not replica.places[ref.key] & FAR:
+                break
+            reached = ref.step
+    return reached
+
+
+def _busy(since: float | None, now: float) -> float:
+    return 0.0 if since is None else round(now - since, 1)

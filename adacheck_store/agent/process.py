@@ -1,0 +1,209 @@
+"""The process of an agent: from its lock to its end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from adacheck_store import __version__
+from adacheck_store.config import (
+    Settings,
+    arm_failpoints,
+    boot_id,
+    memory_available,
+    node_name,
+)
+from adacheck_store.format.errors import AdaCheckError, TierBusyError, UsageError
+from adacheck_store.format.ids import new_nonce
+from adacheck_store.format.keys import check_run
+from adacheck_store.store import agent_tiers
+from adacheck_store.tiers import credentials as keys
+from adacheck_store.tiers.credentials import Credentials
+from adacheck_store.tiers.endpoint import Endpoint
+from adacheck_store.tiers.memory import MemoryTier
+from adacheck_store.tiers.serve import Server
+
+from . import places
+from .control import Control
+from .door import NAME, Doors
+from .replica import FAR, LMDB, RAM
+from .shell import Shell
+
+ROOM_SHARE = (7, 8)
+"""What of the memory records may fill; the rest is for heads, buffers and folds under way."""
+
+LEAST_BYTES = 16 << 20
+SAY_S = 10.0
+"""How often an agent that is to stop says what it waits for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentOptions:
+    """What an agent is told when it is started.
+
+    ``memory`` in bytes (0: half of what is available), ``listen`` as HOST:PORT for other nodes
+    (empty: for this node alone), ``idle_s``: after how long without a trainer it ends, once all
+    is drained (0: never). ``domain`` labels what fails together with this node. ``drain_rate`` caps
+    what goes to the far tier, in bytes per second (0: nothing does).
+    """
+
+    store: str
+    run: str
+    node: str = ""
+    cache: str = ""
+    memory: int = 0
+    listen: str = ""
+    idle_s: float = 0.0
+    domain: str = ""
+    drain_rate: int = 0
+
+
+def run_agent(options: AgentOptions) -> int:
+    """Be the agent until told to stop; the exit code.
+
+    Raises `TierBusyError` where one lives already, `UsageError` for options that cannot be.
+    """
+    arm_failpoints()
+    check_run(options.run)
+    node = options.node or node_name()
+    place = places.place_of(options.store, options.run, node)
+    endpoints = [place.socket]
+    if options.listen:
+        endpoints.append(Endpoint.parse(f"tls://{options.listen}"))
+    memory = options.memory or memory_available() // 2
+    if memory < LEAST_BYTES:
+        raise UsageError(f"--memory {memory}", hint=f"at least {LEAST_BYTES} bytes")
+    places.reclaim(skip=place)
+    fd = places.take(place, place.lock)
+    if fd is None:
+        raise TierBusyError(
+            f"the agent of {node} for this run lives (pid {place.read_info().get('pid', '?')})",
+            run=options.run, path=str(place.folder), hint="use it, or stop it with --stop",
+        )  # fmt: skip
+    try:
+        with ExitStack() as stack:
+            return _Agent(options, node, place, endpoints, memory, stack).serve()
+    finally:
+        os.close(fd)
+
+
+class _Agent:
+    """The agent's parts, held together; the stack closes them."""
+
+    def __init__(
+        self, options: AgentOptions, node: str, place: places.Place, endpoints: list[Endpoint],
+        memory: int, stack: ExitStack,
+    ) -> None:  # fmt: skip
+        self._options, self._node, self._place = options, node, place
+        self._boot = new_nonce()
+        self._memory = memory
+        self._stopping = 0
+        self._wake = threading.Event()
+        key, _ = keys.read_or_make(places.keys_folder(), options.run)
+        lmdb, far = agent_tiers(options.store, options.run, node, cache=options.cache or None)
+        stack.callback(far.close)
+        stack.callback(lmdb.close)
+        tiers = {RAM: MemoryTier(NAME), LMDB: lmdb, FAR: far}
+        room = memory * ROOM_SHARE[0] // ROOM_SHARE[1]
+        self._shell = Shell(options.run, node, self._boot, tiers, room, Settings())
+        stack.callback(self._shell.end)
+        self._shell.credentials = key
+        self._shell.drainers[FAR].bytes_per_s = options.drain_rate
+        control = Control(self._shell, self._about, self._trust, self._stop)
+        self._server = Server(endpoints, Doors(self._shell), control, credentials=[key])
+        stack.callback(self._close_server)
+        self._shell.reached_at = next(
+            (str(endpoint) for endpoint in self._server.endpoints if endpoint.port), ""
+        )
+        place.write_info(self._about())
+
+    def _about(self) -> dict[str, Any]:
+        served = getattr(self, "_server", None)
+        return {
+            "node": self._node, "store": places.store_name(self._options.store),
+            "run": self._options.run, "pid": os.getpid(), "boot": self._boot,
+            "boot_id": boot_id(), "domain": self._options.domain, "memory": self._memory,
+            "version": __version__,
+            "endpoints": [str(endpoint) for endpoint in served.endpoints] if served else [],
+        }  # fmt: skip
+
+    def _trust(self, key: Credentials) -> None:
+        """Take the run's key, as the trainers have agreed on it."""
+        if key.run != self._options.run:
+            raise UsageError(f"the key of run {key.run!r}", run=self._options.run)
+        if key != self._shell.credentials:
+            keys.write(places.keys_folder(), key, replace=True)
+            self._server.trust(key)
+            with self._shell.lock:
+                self._shell.credentials = key
+
+    def _stop(self, now: bool) -> None:
+        self._stopping = max(self._stopping, 2 if now else 1)
+        self._wake.set()
+
+    def _signalled(self, number: int, frame: object) -> None:
+        self._stop(self._stopping > 0)
+
+    def _close_server(self) -> None:
+        with suppress(AdaCheckError):
+            self._server.close()
+        with suppress(OSError):
+            self._place.info.unlink()
+
+    def serve(self) -> int:
+        """Serve until told to stop, or idle."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._signalled)
+        self._say(
+            f"agent of {self._node} for run {self._options.run}, pid {os.getpid()}, at "
+            f"{', '.join(map(str, self._server.endpoints))}"
+        )
+        said = 0.0
+        while not self._stopping:
+            self._wake.wait(0.5)
+            self._shell.heartbeat(self._server.sessions)
+            if self._idle():
+                self._say(f"idle for {self._options.idle_s:g} s, and all is drained: ending")
+                return 0
+        self._shell.hurry()
+        while self._stopping < 2 and (behind := self._shell.behind):
+            if time.monotonic() - said > SAY_S:
+                said = time.monotonic()
+                self._say(f"stopping when {behind} records are drained; again to stop at once")
+            self._wake.clear()
+            self._wake.wait(0.1)
+        behind = self._shell.behind
+        self._say(f"ended, {behind} records undrained" if behind else "ended, all is drained")
+        return 3 if behind else 0
+
+    def _idle(self) -> bool:
+        quiet = time.monotonic() - self._shell.active_at
+        idle_s = self._options.idle_s
+        if not idle_s or quiet < idle_s or self._shell.trainers:
+            return False
+        if self._shell.behind:
+            self._shell.hurry()
+            return False
+        return True
+
+    def _say(self, text: str) -> None:
+        print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
+
+def main_of(options: AgentOptions) -> int:
+    """As `run_agent`, with a log on stderr; an error ends in one line there."""
+    logging.basicConfig(
+        format="%(asctime)s %(name)s: %(message)s", stream=sys.stderr, level=logging.WARNING
+    )
+    try:
+        return run_agent(options)
+    except AdaCheckError as error:
+        print(f"adacheck-store: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        return error.exit_code

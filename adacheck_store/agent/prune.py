@@ -1,0 +1,98 @@
+"""Pruning at an agent: floors for the LMDB, and for the far tier where rank 0 is at home."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from adacheck_store.format.keys import Term, part_name
+from adacheck_store.terms import Rivals, check_fence, put_floor
+from adacheck_store.tiers.base import Tier
+
+from . import events as ev
+from .replica import FAR, LMDB
+from .work import Work
+
+if TYPE_CHECKING:
+    from adacheck_store.retention import FloorChoice
+
+    from .shell import Shell
+
+
+class Prunes:
+    """Raises floors, never above the watermark, and deletes what lies below them."""
+
+    def __init__(self, shell: Shell) -> None:
+        self._shell = shell
+        self._watermark = -1
+        self._queued = False
+        self._floors: dict[tuple[str, int], int] = {}
+        self._rivals: tuple[str, Rivals] | None = None
+        self._graves: list[tuple[float, int, list[str]]] = []
+        self.work: Work[None] = Work("prune", lambda _: self._act(), self._failed, backoff=True)
+
+    def want(self, watermark: int) -> None:
+        """The watermark of the run is that step now (called under the shell's lock)."""
+        self._watermark = watermark
+        if not self._queued:
+            self._queued = True
+            self.work.give(None)
+
+    def _failed(self, command: None, error: Exception) -> None:
+        with self._shell.lock:
+            self._queued = False
+
+    def _act(self) -> None:
+        with self._shell.lock:
+            self._queued = False
+            view, cap = self._shell.core.view, self._watermark
+            term = view.term
+            parts = tuple(sorted(part.name for part in view.parts() if view.owns(part.name)))
+            ranks = tuple("r" + name[1:] for name in parts)
+        if not term or not parts:
+            return
+        if self._rivals is None or self._rivals[0] != term:
+            far = self._shell.places[FAR]
+            self._rivals = (term, Rivals(far, self._shell.run, Term.parse(term)))
+        if part_name(0) in parts:
+            self._raise(FAR, term, cap, None)
+        if len(parts) == 1:  # several parts have no base of one step here
+            self._raise(LMDB, term, cap, (parts[0], ranks[0]))
+        self._bury()
+
+    def _raise(self, place: int, term: str, cap: int, own: tuple[str, str] | None) -> None:
+        from adacheck_store.retention import raise_floor  # brings torch; see `Shell.replay`
+
+        tier = self._shell.places.get(place)
+        if tier is None:
+            return
+        current = self._floors.get((term, place), -1)
+        if place == LMDB:
+            cap = min(cap, self._floors.get((term, FAR), cap))
+        floor, doomed = raise_floor(
+            tier, self._shell.run, self._shell.settings.keep_bases, cap=cap, current=current,
+            put=lambda choice: self._put(tier, term, choice), own=own,
+        )  # fmt: skip
+        self._floors[term, place] = floor
+        if doomed:
+            grace_s = self._shell.settings.grace_s if place == FAR else 0.0
+            self._graves.append((time.monotonic() + grace_s, place, doomed))
+
+    def _put(self, tier: Tier, term: str, choice: FloorChoice) -> bool:
+        run, far = self._shell.run, self._shell.places[FAR]
+        check_fence(far, run, Term.parse(term))
+        assert self._rivals is not None
+        live, dead = self._rivals[1].look()
+        return not live and not self._shell.core.lease.frozen(time.monotonic()) and bool(
+            put_floor(tier, run, term=term, terms=choice.terms, step=choice.step, kept=(),
+                      ignore=dead)
+        )  # fmt: skip
+
+    def _bury(self) -> None:
+        now = time.monotonic()
+        for grave in [grave for grave in self._graves if grave[0] <= now]:
+            _, place, keys = grave
+            self._shell.places[place].delete(keys)
+            self._graves.remove(grave)
+            if place == LMDB:
+                self._shell.tell(ev.Lost(LMDB, tuple(keys)))

@@ -1,0 +1,183 @@
+"""The process of an agent: how it is started, what it outlives, when it ends, what is left."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from adacheck_store.agent import places
+from adacheck_store.agent.process import AgentOptions
+from adacheck_store.agent.start import ensure_agent
+from adacheck_store.format.errors import TierReadOnlyError, TierUnavailableError, UsageError
+from adacheck_store.restore import restore_state
+from adacheck_store.store import open_store
+from tests.agent.kit import Node, Trainer, until
+from tests.agent.trainer import RUN, reference
+
+STARTER = """
+import sys, time
+from adacheck_store.agent.process import AgentOptions
+from adacheck_store.agent.start import ensure_agent
+print("up", flush=True)
+sys.stdin.readline()
+peer, about = ensure_agent(AgentOptions(store=sys.argv[1], run="run", node="a", memory=64 << 20))
+print(about["pid"], flush=True)
+time.sleep(600)
+"""
+
+
+def options(node: Node, run: str = RUN, **how: object) -> AgentOptions:
+    """What an agent of a node is started with."""
+    return AgentOptions(store=node.url, run=run, node=node.name, **{"memory": 64 << 20, **how})
+
+
+def starter(node: Node) -> subprocess.Popen[str]:
+    """A process that will start the node's agent when told to."""
+    process = subprocess.Popen(
+        [os.sys.executable, "-c", STARTER, node.url], env=node.env, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    node.processes.append(process)
+    assert process.stdout.readline() == "up\n"
+    return process
+
+
+def go(process: subprocess.Popen[str]) -> None:
+    """Tell a starter to start."""
+    process.stdin.write("\n")
+    process.stdin.close()
+
+
+def test_own_session_descriptors_and_device(here: Node, tmp_path: Path) -> None:
+    with open(tmp_path / "secret", "w") as file:
+        os.set_inheritable(file.fileno(), True)
+        peer, about = ensure_agent(options(here))
+    peer.close()
+    pid = about["pid"]
+    assert os.getsid(pid) == pid
+    links = {}
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            links[fd] = os.readlink(f"/proc/{pid}/fd/{fd}")
+    log = str(places.place_of(here.url, RUN, "a").log)
+    assert (links["0"], links["1"], links["2"]) == ("/dev/null", log, log)
+    assert not any("secret" in link or "pipe" in link for link in links.values())
+    env = psutil.Process(pid).environ()
+    assert env["CUDA_VISIBLE_DEVICES"] == ""
+    assert env["ATEN_CPU_CAPABILITY"] in ("default", "avx2", "avx512")
+    assert "agent of a for run run" in Path(log).read_text()
+    assert os.stat(log).st_mode & 0o077 == 0
+
+
+def test_of_two_starters_one_starts_it_and_it_outlives_both(here: Node) -> None:
+    starters = [starter(here), starter(here)]
+    for process in starters:
+        go(process)
+    pids = {process.stdout.readline() for process in starters}
+    assert len(pids) == 1
+    assert places.place_of(here.url, RUN, "a").log.read_text().count("agent of a") == 1
+    for process in starters:
+        process.kill()
+        process.wait(30)
+    assert here.pid() == int(pids.pop())
+    assert psutil.Process(here.pid()).ppid() != os.getpid()
+
+
+def test_what_a_killed_agent_leaves_is_reclaimed_and_nothing_else(here: Node) -> None:
+    found = {}
+    for run in ("dead", "living"):
+        peer, found[run] = ensure_agent(options(here, run))
+        peer.close()
+    dead, living = (places.place_of(here.url, run, "a") for run in ("dead", "living"))
+    os.kill(found["dead"]["pid"], signal.SIGKILL)
+    until(lambda: not places.alive(dead), "it is dead")
+    assert os.path.exists(dead.socket.path)
+    assert dead.info.exists()
+    assert places.reclaim() == [dead.folder]
+    assert not os.path.exists(dead.socket.path)
+    assert not dead.info.exists()
+    assert dead.log.exists()  # for a day
+    os.utime(dead.log, (1, 1))
+    assert places.reclaim() == [dead.folder]
+    assert not dead.folder.exists()
+    peer, about = ensure_agent(options(here, "living"))
+    peer.close()
+    assert about["pid"] == found["living"]["pid"]
+    assert living.info.exists()
+    peer, about = ensure_agent(options(here, "dead"))  # over what was left
+    peer.close()
+    assert about["pid"] != found["dead"]["pid"]
+
+
+def test_idle_agent_ends_when_all_is_drained(here: Node) -> None:
+    trainer = Trainer(here, 20, idle_s=2.0, drain_rate=2500)
+    trainer.reach(20)
+    assert here.status()["drains"]["far"]["waiting"] > 0
+    pid = here.pid()
+    time.sleep(2.5)
+    assert here.pid() == pid  # the trainer is silent, and there
+    trainer.kill()
+    until(lambda: not here.alive(), "it ends")
+    place = places.place_of(here.url, RUN, "a")
+    assert "all is drained: ending" in place.last_words()
+    assert not os.path.exists(place.socket.path)
+    assert not place.info.exists()
+    with open_store(here.url) as store:
+        found = restore_state([store.far], RUN)
+    reference(20).assert_same(found)
+    assert found.step == 20
+
+
+def test_sigterm_drains_and_a_second_one_does_not_wait(here: Node) -> None:
+    agent = here.agent()
+    trainer = Trainer(here, 20)
+    trainer.reach(20)
+    trainer.kill()
+    agent.terminate()
+    assert agent.wait(60) == 0
+    assert "ended, all is drained" in agent.stdout.read()
+    with open_store(here.url) as store:
+        assert restore_state([store.far], RUN).step == 20
+    agent = here.agent("--drain-rate", "100")
+    trainer = Trainer(here, 40)
+    trainer.reach(40)
+    trainer.kill()
+    agent.terminate()
+    line = agent.stdout.readline()
+    while "stopping when" not in line:
+        assert line
+        line = agent.stdout.readline()
+    agent.terminate()
+    assert agent.wait(30) == 3
+    assert "records undrained" in agent.stdout.read()
+
+
+def test_start_that_fails_says_why(here: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(TierUnavailableError, match=r"--memory 5.*agent\.log"):
+        ensure_agent(options(here, memory=5))
+    monkeypatch.setenv("ADACHECK_RUNTIME", "/tmp/" + "x" * 100)
+    with pytest.raises(UsageError, match="socket's path"):
+        ensure_agent(options(here))
+
+
+def test_folder_open_to_others_is_refused(here: Node) -> None:
+    here.runtime.mkdir()
+    here.runtime.chmod(0o755)
+    with pytest.raises(TierReadOnlyError, match="open to others"):
+        ensure_agent(options(here))
+
+
+def test_second_agent_names_the_first(here: Node, nodes: Callable[[str], Node]) -> None:
+    first = here.agent()
+    second = here.run("adacheck_store", "agent", here.url, "--run", RUN, "--node", "a")
+    assert second.wait(60) == 3
+    assert f"lives (pid {first.pid})" in second.stdout.read()
+    stop = here.run("adacheck_store", "agent", here.url, "--run", RUN, "--node", "a", "--stop")
+    assert stop.wait(60) == 0
+    assert first.wait(60) == 0
