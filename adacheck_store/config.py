@@ -133,6 +133,13 @@ def memory_available() -> int:
     return 4 << 30
 
 
+def local_size(ranks: int) -> int:
+    """How many of a run's ranks are on this host: ``LOCAL_WORLD_SIZE``, else all of them."""
+    text = environment().get("LOCAL_WORLD_SIZE", "")
+    known = int(text) if text.isascii() and text.isdigit() else 0
+    return min(known, ranks) or ranks
+
+
 def writer_info() -> dict[str, str]:
     """Who writes: for a record's ``info``, never part of its id."""
     from adacheck_store import __version__

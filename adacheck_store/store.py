@@ -30,7 +30,7 @@ from adacheck_store.tiers.object_local import LocalObjects
 from adacheck_store.tiers.zarr import ZarrTier, open_marked
 
 from .catalog import Trouble
-from .config import local_rank, node_name
+from .config import local_rank, local_size, node_name
 from .group import SOLO, Group, together
 
 log = logging.getLogger(__name__)
@@ -146,7 +146,8 @@ def open_store(
         objects = LocalObjects(root / "objects")
         open_marked(objects, create=True)
         opened.append(ZarrTier(objects))
-        opened.append(_open_near(folder / name, lmdb_bytes, troubles))
+        capacity = lmdb_bytes or _disk_share(folder / name, local_size(group.size))
+        opened.append(_open_near(folder / name, capacity, troubles))
 
     try:
         together(group, "open", own)  # before any looks at the others': they are whole then
@@ -172,7 +173,8 @@ def agent_tiers(
     far = ZarrTier(objects)
     try:
         folder = Path(cache) if cache is not None else root / "lmdb"
-        return _open_near(folder / agent_lmdb(node, run), 0, []), far
+        path = folder / agent_lmdb(node, run)
+        return _open_near(path, _disk_share(path, 1), []), far
     except BaseException:
         far.close()
         raise
@@ -202,9 +204,9 @@ def _refuse_foreign(root: Path) -> None:
             )  # fmt: skip
 
 
-def _open_near(path: Path, capacity_bytes: int, troubles: list[Trouble]) -> LmdbTier:
+def _open_near(path: Path, capacity: int | None, troubles: list[Trouble]) -> LmdbTier:
     """This node's LMDB for writing; one whose structure is damaged is set aside and said so."""
-    capacity, name = capacity_bytes or _disk_share(path), lmdb_name(path.name)
+    name = lmdb_name(path.name)
     try:
         return LmdbTier(path, capacity_bytes=capacity, name=name)
     except TierDamagedError as error:
@@ -215,14 +217,17 @@ def _open_near(path: Path, capacity_bytes: int, troubles: list[Trouble]) -> Lmdb
         return LmdbTier(path, capacity_bytes=capacity, name=name)
 
 
-def _disk_share(path: Path) -> int | None:
-    """Nine tenths of what the disk has for this LMDB: its own file, and what is free."""
+def _disk_share(path: Path, ranks: int) -> int | None:
+    """Nine tenths of what the disk has for this LMDB: its own file, and a rank's share of the rest.
+
+    ``ranks`` of the run are on this host.
+    """
     place = next((folder for folder in (path, *path.parents) if folder.is_dir()), None)
     if place is None:
         return None
     data = path / "data.mdb"
     own = data.stat().st_blocks * 512 if data.exists() else 0
-    return (shutil.disk_usage(place).free + own) * 9 // 10
+    return (shutil.disk_usage(place).free // ranks + own) * 9 // 10
 
 
 def _open_reading(url: str, root: Path, folder: Path) -> Store:

@@ -2,12 +2,14 @@
 
 import dataclasses
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from adacheck_store.arrays import byte_view
 from adacheck_store.boundary import Link
 from adacheck_store.catalog import Trouble, make_ref
+from adacheck_store.config import local_size
 from adacheck_store.format.canonical import dumps, loads
 from adacheck_store.format.errors import (
     GroupError,
@@ -25,6 +27,7 @@ from adacheck_store.group import SOLO, lead, same, share, together
 from adacheck_store.plan_json import decode_plan, encode_plan
 from adacheck_store.retention import floor_of, tier_catalog
 from adacheck_store.revisions import Revisions
+from adacheck_store.store import _disk_share
 from tests.core.kit import QUICK, BrokenTier, Journal, KeptTier, make_toy
 from tests.core.ranks import BlindTier, CutTier, Fleet, Killed, NotingTier, on_ranks
 
@@ -381,3 +384,17 @@ def test_a_layout_that_changes_on_one_rank_alone_is_not_saved():
         return
 
     assert on_ranks(2, work) == [None, None]
+
+
+# The disk ------------------------------------------------------------------------------------
+
+
+def test_ranks_of_a_host_share_its_disk(tmp_path, monkeypatch):
+    """Nine tenths of what is free, divided; of what a rank has already, all."""
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=8000))
+    assert _disk_share(tmp_path / "a.r0", 1) == 7200
+    assert _disk_share(tmp_path / "a.r0", 4) == 1800
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert [local_size(1), local_size(8)] == [1, 8]
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert [local_size(1), local_size(8)] == [1, 4]
