@@ -58,7 +58,7 @@ class ThreadGroup:
                 self._talk.changed.notify_all()
             self._talk.changed.wait_for(
                 lambda: all(rank in said or rank in self._talk.dead for rank in ranks),
-                timeout=timeout_s or 30,
+                timeout=timeout_s or 120,
             )
             missing = [rank for rank in ranks if rank not in said]
         if missing:
@@ -84,7 +84,7 @@ def on_ranks(size: int, work: Callable[[ThreadGroup], Any]) -> list[Any]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(240)
         assert not thread.is_alive(), "a rank hangs"
     return results
 
@@ -192,7 +192,7 @@ class Fleet:
             try:
                 toy, restored = self.begin(group, session, **(how or {}))
                 self.train(group, session, toy, steps)
-                session.flush(30, far=False)
+                session.flush(120, far=False)
                 return restored
             finally:
                 session.close()

@@ -261,7 +261,7 @@ def test_near_tiers_of_one_part_are_pruned_behind_the_far_one():
         toy, _ = fleet.begin(group, session)
         for _ in range(60):
             fleet.train(group, session, toy, 2)
-            session.flush(30)
+            session.flush(120)
             together(group, "two steps", lambda: None)
             floors = [floor_of(t, "run", session.status().term) for t in (*fleet.nears, fleet.far)]
             if all(min(found) > 8 for found in share(group, "enough", lambda f=floors: f)):
@@ -288,7 +288,7 @@ def test_a_near_tier_keeps_what_a_rank_that_is_behind_may_need():
         session = fleet.session(group)
         toy, _ = fleet.begin(group, session)
         fleet.train(group, session, toy, 10)
-        session.flush(30)
+        session.flush(120)
         broken = BrokenTier(session.store.near)
         if group.rank == 1:
             broken.fault = lambda keys: TierFullError("full")
@@ -296,7 +296,7 @@ def test_a_near_tier_keeps_what_a_rank_that_is_behind_may_need():
         for _ in range(16):
             fleet.train(group, session, toy, 2)
             if group.rank == 0:
-                session.flush(30)
+                session.flush(120)
         session.close()
 
     assert on_ranks(2, live) == [None, None]
@@ -319,7 +319,7 @@ def test_each_rank_writes_what_is_its_own():
         toy, _ = fleet.begin(group, session)
         for _ in range(20):
             fleet.train(group, session, toy, 2)
-            session.flush(30)
+            session.flush(120)
         session.close()
 
     assert on_ranks(2, live) == [None, None]
