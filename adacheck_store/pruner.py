@@ -33,7 +33,7 @@ class Pruner:
         changed: threading.Condition, progress: Progress, captured: CapturedBases,
     ) -> None:  # fmt: skip
         self._store, self._run, self._term = store, run, term
-        self._own = (part_name(group.rank), rank_name(group.rank))
+        self._own = ((part_name(group.rank),), (rank_name(group.rank),))
         self._settings = settings
         self._changed = changed
         self._progress = progress

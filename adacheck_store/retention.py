@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from adacheck_store.format.errors import AdaCheckError
@@ -119,17 +119,15 @@ def floor_of(tier: Tier, run: str, term: str) -> int:
 
 def raise_floor(
     tier: Tier, run: str, keep_bases: int, *, cap: int | None, current: int,
-    put: Callable[[FloorChoice], bool], own: tuple[str, str] | None = None,
+    put: Callable[[FloorChoice], bool], own: tuple[Collection[str], Collection[str]] | None = None,
 ) -> tuple[int, list[str]]:  # fmt: skip
     """A higher floor for a tier if it can bear one: its step, and the keys that may now go.
 
-    ``own`` is the part and the rank that the tier is to prove, where it is not all of them. The
+    ``own`` are the parts and the ranks that the tier is to prove, where they are not all. The
     floor's bases are read back before ``put`` writes it; ``put`` may refuse.
     """
     catalog = tier_catalog(tier, run)
-    choice = choose_floor(
-        catalog if own is None else catalog.only(own[:1], own[1:]), keep_bases, cap
-    )
+    choice = choose_floor(catalog if own is None else catalog.only(*own), keep_bases, cap)
     if choice is None or choice.step <= current:
         return current, []
     read_back(tier, choice.bases)

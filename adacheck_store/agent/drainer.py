@@ -50,6 +50,8 @@ class Drainer:
                 self.work.ending.wait(max(0.0, rest_s))
         target.sync()
         shell.tell(ev.Drained(self._place, command.keys))
+        with shell.lock:
+            shell.prunes.want()
 
     def _failed(self, command: ev.Drain, error: Exception) -> None:
         self._shell.tell(ev.Drained(self._place, ()))

@@ -189,7 +189,7 @@ def reclaim(skip: Place | None = None) -> list[Path]:
     """
     found: list[Path] = []
     for place in places():
-        if place == skip or alive(place):
+        if place == skip:
             continue
         starting = take(place, place.starting)
         if starting is None:

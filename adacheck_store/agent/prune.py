@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from .shell import Shell
 
 
+Own = tuple[tuple[str, ...], tuple[str, ...]]
+"""Parts and ranks."""
+
+
 class Prunes:
     """Raises floors, never above the watermark, and deletes what lies below them."""
 
@@ -31,9 +35,9 @@ class Prunes:
         self._graves: list[tuple[float, int, list[str]]] = []
         self.work: Work[None] = Work("prune", lambda _: self._act(), self._failed, backoff=True)
 
-    def want(self, watermark: int) -> None:
-        """The watermark of the run is that step now (called under the shell's lock)."""
-        self._watermark = watermark
+    def want(self, watermark: int = -1) -> None:
+        """The watermark is that step now, or something was drained (under the shell's lock)."""
+        self._watermark = max(watermark, self._watermark)
         if not self._queued:
             self._queued = True
             self.work.give(None)
@@ -45,7 +49,8 @@ class Prunes:
     def _act(self) -> None:
         with self._shell.lock:
             self._queued = False
-            view, cap = self._shell.core.view, self._watermark
+            view = self._shell.core.view
+            cap = min(self._watermark, view.watermark)  # that of a newer term begins anew
             term = view.term
             parts = tuple(sorted(part.name for part in view.parts() if view.owns(part.name)))
             ranks = tuple("r" + name[1:] for name in parts)
@@ -56,19 +61,22 @@ class Prunes:
             self._rivals = (term, Rivals(far, self._shell.run, Term.parse(term)))
         if part_name(0) in parts:
             self._raise(FAR, term, cap, None)
-        if len(parts) == 1:  # several parts have no base of one step here
-            self._raise(LMDB, term, cap, (parts[0], ranks[0]))
+        self._raise(LMDB, term, cap, (parts, ranks))
         self._bury()
 
-    def _raise(self, place: int, term: str, cap: int, own: tuple[str, str] | None) -> None:
-        from adacheck_store.retention import raise_floor  # brings torch; see `Shell.replay`
+    def _raise(self, place: int, term: str, cap: int, own: Own | None) -> None:
+        from adacheck_store.retention import (  # brings torch; see `Shell.replay`
+            floor_of,
+            raise_floor,
+        )
 
         tier = self._shell.places.get(place)
         if tier is None:
             return
         current = self._floors.get((term, place), -1)
         if place == LMDB:
-            cap = min(cap, self._floors.get((term, FAR), cap))
+            # No step that the far tier proves for all parts is below the floor of any LMDB.
+            cap = min(cap, floor_of(self._shell.places[FAR], self._shell.run, term))
         floor, doomed = raise_floor(
             tier, self._shell.run, self._shell.settings.keep_bases, cap=cap, current=current,
             put=lambda choice: self._put(tier, term, choice), own=own,

@@ -1,7 +1,7 @@
 """One rank of several: a toy of its own seed, with the agent of its node.
 
-Called as ``python -m tests.agent.rank URL RANK SIZE PORT STEPS``; the listener at PORT is the
-parent's. Says ``ready STEP TIERS SAME``, then ``stored STEP``, and waits for its end.
+Called as ``python -m tests.agent.rank URL RANK SIZE PORT STEPS PAUSE_MS``; the listener at PORT is
+the parent's. Says ``ready STEP TIERS SAME``, then ``stored STEP``, and waits for its end.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.agent.trainer import RUN, SETTINGS
 from tests.core.kit import Journal, load, make_toy
 
 
-def main(url: str, rank: int, size: int, port: int, steps: int) -> None:
+def main(url: str, rank: int, size: int, port: int, steps: int, pause_ms: int) -> None:
     """Restore if there is anything, and train up to a step."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -53,6 +53,7 @@ def main(url: str, rank: int, size: int, port: int, steps: int) -> None:
         gap = session.wants_base()
         toy.train()
         session.append(toy.boundary(gap))
+        time.sleep(pause_ms / 1000)
     session.flush(60.0, far=False)
     print("stored", session.status().stored, flush=True)
     time.sleep(600)

@@ -11,12 +11,12 @@ from tests.agent.kit import Node, until
 class Ranks:
     """The ranks of one start, one a node."""
 
-    def __init__(self, nodes: list[Node], steps: int) -> None:
+    def __init__(self, nodes: list[Node], steps: int, pause_ms: int = 0) -> None:
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.processes = [
             node.run(
                 "tests.agent.rank", node.url, str(rank), str(len(nodes)), str(self.store.port),
-                str(steps),
+                str(steps), str(pause_ms),
             )
             for rank, node in enumerate(nodes)
         ]  # fmt: skip
