@@ -118,7 +118,7 @@ def test_what_a_killed_agent_leaves_is_reclaimed_and_nothing_else(here: Node) ->
 
 
 def test_idle_agent_ends_when_all_is_drained(here: Node) -> None:
-    trainer = Trainer(here, 10, idle_s=2.0, drain_rate=1200)
+    trainer = Trainer(here, 10, idle_s=2.0, drain_rate=600)
     trainer.reach(10)
     assert here.status()["drains"]["far"]["waiting"] > 0
     pid = here.pid()
