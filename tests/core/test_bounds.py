@@ -105,7 +105,7 @@ def measured(folder: Path, session: Any) -> dict[str, int]:
     session.flush(300)
     upkeep, store = session._upkeep, session.store
     deadline = time.monotonic() + 300
-    while upkeep._graves or not upkeep.resting:
+    while upkeep._pruner._graves or not upkeep.resting:
         assert time.monotonic() < deadline
         time.sleep(0.1)
     process = psutil.Process()
