@@ -63,11 +63,11 @@ def test_killed_at(tmp_path, reference, name, count):
 def test_failing_at(tmp_path, reference, name):
     """The disk is full once, there: training is not stopped and nothing wrong is restored."""
     store = (tmp_path / "store").as_uri()
-    worker = Worker(tmp_path / "w", store, failpoint=f"{name}:15=raise", pause_s=0.01)
+    worker = Worker(tmp_path / "w", store, fails=f"{name}:3=raise", pause_s=0.01)
     assert worker.wait() == 0
     check_against(reference, worker)
     assert worker.last_step() == STEPS
-    assert worker.row("final")["fired"], f"{name} was not reached 15 times"
+    assert worker.row("final")["fired"], f"{name} was not reached 3 times in training"
     assert not _damage(store)
     inspected = Worker(tmp_path / "i", store, inspect=True)
     assert inspected.wait() == 0

@@ -113,6 +113,8 @@ def _train(out: str, store: str, options: dict) -> None:
                 os._exit(0)
             if options.get("inspect"):
                 return
+            if options.get("fails"):
+                failpoints.arm(options["fails"])
             for step, batch in enumerate(ckpt.batches(loader), report.step + 1):
                 if step > STEPS:
                     break

@@ -18,8 +18,10 @@ OWN = {("durable.py", name) for name in ("fsync", "rename", "link")}
 
 
 def functions() -> Iterator[tuple[str, ast.FunctionDef]]:
-    """Every function of tiers/."""
+    """Every function of tiers/. A run's key is no record: what is torn there is refused."""
     for path in sorted(TIERS.glob("*.py")):
+        if path.name == "credentials.py":
+            continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef):
                 yield path.name, node

@@ -282,7 +282,7 @@ class Unknown(Plain):
     def end(self, number: int) -> None:
         """Step 6 is stored before the kill."""
         if number == 7 and self.ckpt is not None:
-            self.ckpt._session.settle(60)
+            assert self.ckpt._session._writer.wait_stored(60)
 
     def make(self, params) -> None:
         """Not registered."""
