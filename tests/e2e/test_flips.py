@@ -128,4 +128,4 @@ def test_two_thousand_flips(tmp_path, written, small, tier):
     outcomes = _flips(tmp_path, written, small, tier, 2000)
     print(tier, outcomes)
     assert outcomes["both", "same"] > 900, outcomes
-    assert outcomes["alone", "older"] > 20, outcomes
+    assert outcomes["alone", "older"] > 5, outcomes  # else no flip has hit what matters
