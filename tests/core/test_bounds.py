@@ -97,8 +97,8 @@ ROOM = {
 }  # fmt: skip
 """How far each may rise above what it was at the first. A pack of up to 64 steps may straddle the
 floor, and then stays whole; where packs begin is a matter of time. The near floor follows the far
-one, now at once, now a base later: it holds 2.8 MB or 5.3 MB in turns. LMDB wants runs of free
-pages, so its file grows by a few of them long after what it holds has ceased to.
+one, now at once, now a base later: it holds 2.8 MB or 5.3 MB in turns. Its file once had
+4200 pages from 2 500 steps to 7 492, and 4472 at 9 988: free pages in pieces, by guess.
 """
 
 
