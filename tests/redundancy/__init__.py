@@ -1,0 +1,1 @@
+"""Redundancy: found, classified, assigned, watched."""
