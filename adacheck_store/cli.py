@@ -210,7 +210,7 @@ def show_verb(store_url: str, cache: str | None, as_json: bool, run: str, what: 
 @main.command("status")
 @store_options()
 def status_verb(store_url: str, cache: str | None, as_json: bool, run: str) -> None:
-    """How far each tier is, what it can prove alone, and who holds it."""
+    """How far each tier is, what it can prove alone, who holds it; and the living agents."""
     from adacheck_store.tools.status import status
 
     with open_url(store_url, cache) as store:

@@ -7,6 +7,7 @@ import platform
 import socket
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -133,6 +134,17 @@ def memory_available() -> int:
     return 4 << 30
 
 
+def memory_resident() -> int:
+    """Bytes that this process has in memory and no file stands for (Linux; else 0)."""
+    found = 0
+    with suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+            name, _, rest = line.partition(":")
+            if name in ("RssAnon", "RssShmem"):
+                found += int(rest.split()[0]) << 10
+    return found
+
+
 def local_size(ranks: int) -> int:
     """How many of a run's ranks are on this host: ``LOCAL_WORLD_SIZE``, else all of them."""
     text = environment().get("LOCAL_WORLD_SIZE", "")
@@ -144,7 +156,8 @@ def writer_info() -> dict[str, str]:
     """Who writes: for a record's ``info``, never part of its id."""
     from adacheck_store import __version__
 
-    return {"writer": f"adacheck-store {__version__}", "host": platform.node()}
+    version = f"adacheck-store {__version__}"
+    return {"writer": version, "host": platform.node(), "pid": str(os.getpid())}
 
 
 def arm_failpoints() -> None:

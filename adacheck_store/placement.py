@@ -57,6 +57,15 @@ def parse_labels(text: str) -> dict[str, str]:
     return labels
 
 
+def check_label(label: str) -> None:
+    """Raise `UsageError` unless a label could stand in a label file: one word."""
+    if label.split() != [label] or "#" in label or not label.isprintable():
+        raise UsageError(
+            f"not a label of a failure domain: {label[:80]!r}",
+            hint="one word without #, such as zone-a/rack-2/n3",
+        )
+
+
 def domains(nodes: Iterable[Node]) -> dict[str, str]:
     """The failure domain of every node: its label, else its host.
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 from adacheck_store.format.errors import (
+    AdaCheckError,
     ForkError,
     FormatError,
     RecordNotFoundError,
@@ -166,11 +169,23 @@ def fenced_by(tier: Tier, run: str, term: Term) -> Term | None:
     return None
 
 
+def holder_of(tier: Tier, run: str, term: str) -> str:
+    """Who holds a term, as its manifest says: `` (host h, pid 7)``; empty if nobody can tell."""
+    with suppress(AdaCheckError, ValueError):
+        for key in tier.list(f"{run}/{term}/manifest/"):
+            info = json.loads(tier.head(key).info)
+            if "host" in info:
+                pid = f", pid {info['pid']}" if "pid" in info else ""
+                return f" (host {info['host']}{pid})"
+    return ""
+
+
 def check_fence(tier: Tier, run: str, term: Term) -> None:
     """Before anything counts as acknowledged in the log's tier, or is deleted: is the run ours?"""
     other = fenced_by(tier, run, term)
     if other is not None:
         raise TermError(
-            f"term {other} has taken over this run", run=run, term=str(term),
+            f"term {other}{holder_of(tier, run, str(other))} has taken over this run",
+            run=run, term=str(term),
             hint="this process must stop; restore() in a new one",
         )  # fmt: skip

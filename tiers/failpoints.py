@@ -10,6 +10,7 @@ import errno
 import os
 import signal
 import threading
+import time
 
 from adacheck_store.format.errors import UsageError
 
@@ -29,12 +30,15 @@ POINTS = (
 )
 """Steps that have a failpoint on either side, ``<step>.before`` and ``<step>.after``."""
 
-ACTIONS = {"kill": 0, "raise": errno.ENOSPC, "raise-eio": errno.EIO}
+ACTIONS = {"kill": 0, "hang": 0, "raise": errno.ENOSPC, "raise-eio": errno.EIO}
 """What an armed failpoint does, and the error number it raises."""
+
+_HANG_S = 0.05
+"""How often who hangs looks whether it may go on."""
 
 _names = frozenset(f"{point}.{side}" for point in POINTS for side in ("before", "after"))
 _lock = threading.Lock()
-_armed: dict[str, tuple[int, str]] = {}
+_armed: dict[str, tuple[int, str, str]] = {}
 _seen: set[str] = set()
 
 
@@ -44,20 +48,24 @@ def names() -> tuple[str, ...]:
 
 
 def arm(spec: str) -> None:
-    """Arm a failpoint: ``name[:count][=action]``.
+    """Arm a failpoint: ``name[:count][=action[@file]]``.
 
     At the ``count``-th hit from now (default the first) ``kill`` (default) sends SIGKILL to this
-    process; ``raise`` and ``raise-eio`` raise `OSError` (ENOSPC, EIO) once. Raises `UsageError`.
+    process; ``raise`` and ``raise-eio`` raise `OSError` (ENOSPC, EIO) once; ``hang`` does not
+    return. With a file the action is that of every hit while the file exists, and what hangs
+    goes on when it is gone. Raises `UsageError`.
     """
-    rest, _, action = spec.partition("=")
+    rest, _, what = spec.partition("=")
+    action, _, file = what.partition("@")
     name, _, count = rest.partition(":")
     if name not in _names or (action or "kill") not in ACTIONS or not (count or "1").isdigit():
         raise UsageError(
             f"not a failpoint: {spec[:100]!r}",
-            hint="write name[:count][=kill|raise|raise-eio]; failpoints.names() lists the names",
+            hint="write name[:count][=kill|raise|raise-eio|hang[@file]]; failpoints.names() lists "
+            "the names",
         )
     with _lock:
-        _armed[name] = (max(1, int(count or "1")), action or "kill")
+        _armed[name] = (max(1, int(count or "1")), action or "kill", file)
 
 
 def disarm() -> None:
@@ -89,13 +97,17 @@ def _note(name: str) -> None:
 
 def _count_down(name: str) -> None:
     with _lock:
-        left, action = _armed.get(name, (0, ""))
+        left, action, file = _armed.get(name, (0, "", ""))
         if left > 1:
-            _armed[name] = (left - 1, action)
-        else:
+            _armed[name] = (left - 1, action, file)
+        elif not file:
             _armed.pop(name, None)
-    if left != 1:
+    if left != 1 or (file and not os.path.exists(file)):
         return
     if action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    while action == "hang":
+        if file and not os.path.exists(file):
+            return
+        time.sleep(_HANG_S)
     raise OSError(ACTIONS[action], f"failpoint {name}")

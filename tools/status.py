@@ -1,4 +1,4 @@
-"""How a run stands: per tier its newest step, the newest it can prove alone, and who holds it."""
+"""How a run stands: each tier, what it can prove alone and who holds it; and each living agent."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from adacheck_store.store import Store
 from adacheck_store.tiers import lock_file
 from adacheck_store.tiers.base import Tier
 
+from . import agents
 from .ls import line_prover, newest_provable
 from .rows import all_refs, choose_run, held_alone
 
@@ -48,12 +49,25 @@ class TroubleRow:
     remedy: str
 
 
-def status(store: Store, run: str = "") -> Iterator[TierRow | TroubleRow]:
-    """A row for each tier, one for all together, and what could not be read."""
+Row = TierRow | TroubleRow | agents.Row
+
+
+def status(store: Store, run: str = "") -> Iterator[Row]:
+    """A row for each tier, one for all together; for each agent, its chains and drains; and what
+    could not be read. The memories of agents on this node are tiers among the others."""
     name = choose_run(store, run)
-    catalog = read_catalog(store.tiers, name)
+    with agents.meet(store.url, name) as met:
+        yield from _tiers(store, name, met.memories)
+        yield from met.rows()
+        for node, error in met.silent.items():
+            yield trouble_row(name, Trouble(tier=f"agent {node}", key="", error=error))
+
+
+def _tiers(store: Store, name: str, memories: list[Tier]) -> Iterator[TierRow | TroubleRow]:
+    tiers = [*memories, *store.tiers]
+    catalog = read_catalog(tiers, name)
     whole = _row(catalog, name, "all", None)
-    for tier in store.tiers:
+    for tier in tiers:
         try:
             alone = held_alone(catalog, tier, name)
         except AdaCheckError:

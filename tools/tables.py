@@ -9,13 +9,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from .agents import AgentRow, ChainRow, DrainRow
 from .compact import CompactRow
 from .findings import Finding, Provable, exit_code
 from .log import FloorRow, TermRow
 from .ls import HoldingRow, RunRow
 from .restore import RestoredFile
 from .show import RecordRow, StepRow
-from .status import TierRow, TroubleRow
+from .status import Row, TierRow, TroubleRow
 
 _STYLES = {"damage": "bold red", "warning": "yellow", "info": "dim"}
 _FINDINGS_PER_KIND = 10
@@ -97,8 +98,8 @@ def print_log(console: Console, rows: list[TermRow | FloorRow]) -> None:
     )  # fmt: skip
 
 
-def print_status(console: Console, rows: list[TierRow | TroubleRow]) -> None:
-    """Tiers and troubles."""
+def print_status(console: Console, rows: list[Row]) -> None:
+    """Tiers, agents with their chains and drains, and troubles."""
     _print(
         console,
         _table("Tiers", "tier", "newest", "provable", "behind", "bases", "newest base", "bytes",
@@ -109,10 +110,49 @@ def print_status(console: Console, rows: list[TierRow | TroubleRow]) -> None:
             for r in rows if isinstance(r, TierRow)
         ),
     )  # fmt: skip
+    _print_agents(console, rows)
     _print(
         console, _table("Troubles", "tier", "key", "what"),
         ((r.tier, r.key, r.what) for r in rows if isinstance(r, TroubleRow)),
     )  # fmt: skip
+
+
+def _print_agents(console: Console, rows: list[Row]) -> None:
+    _print(
+        console,
+        _table("Agents", "node", "pid", "term", "watermark", "trainers", "memory", "records", "at",
+               "last error"),
+        (
+            (r.node, r.pid, r.term, _step(r.watermark), r.trainers,
+             f"{size(r.resident)} of {size(r.memory)}", f"{size(r.used)} of {size(r.room)}",
+             " ".join(filter(None, (*r.at, r.metrics))), r.last_error)
+            for r in rows if isinstance(r, AgentRow)
+        ),
+    )  # fmt: skip
+    _print(
+        console,
+        _table("Chains", "node", "chain", "replica", "newest", "exposed", "holders", "bytes"),
+        (
+            (r.node, r.chain, _step(r.replica_step), _step(r.newest_step), r.exposed,
+             ", ".join(f"{name} {'silent' if name in r.silent else _step(step)}"
+                       for name, step in r.holders.items()),
+             "  ".join(f"{place} {size(n)}" for place, n in r.nbytes.items() if n))
+            for r in rows if isinstance(r, ChainRow)
+        ),
+    )  # fmt: skip
+    _print(
+        console,
+        _table("Drains", "node", "to", "waiting", "bytes", "lag", "drained", "busy", "error"),
+        (
+            (r.node, r.place, r.records, size(r.nbytes), f"{r.lag_steps} steps, {r.lag_s:g} s",
+             size(r.drained), f"{r.busy_s:g} s", r.error)
+            for r in rows if isinstance(r, DrainRow)
+        ),
+    )  # fmt: skip
+
+
+def _step(step: int) -> str:
+    return "-" if step < 0 else str(step)
 
 
 def print_show(console: Console, rows: list[StepRow | RecordRow]) -> None:

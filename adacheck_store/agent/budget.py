@@ -9,11 +9,32 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+MEBI = 1 << 20
+PROGRAM_BYTES = 256 * MEBI
+"""What the agent's program takes itself once torch is loaded: 223 MiB were seen, torch 2.13."""
+
+KEPT_SHARE = 8
+"""One part in so many of the rest is kept: for heads, buffers and a fold under way."""
+
+LEAST_BYTES = PROGRAM_BYTES + 16 * MEBI
+"""Less memory is no use to an agent."""
+
 BEYOND_WINDOW = 3
 """Deltas that a chain may need beyond the W in flight.
 
 The one being received, the one that the slowest rank's last step is settled by, and that step.
 """
+
+
+def room_of(memory: int) -> int:
+    """Bytes that records may fill in the memory that an agent's process has."""
+    return max(0, memory - PROGRAM_BYTES) * (KEPT_SHARE - 1) // KEPT_SHARE
+
+
+def memory_for(room: int) -> int:
+    """The least memory of an agent's process, whole MiB, in which records may fill so much."""
+    kept = -(-room // (KEPT_SHARE - 1))
+    return -(-(PROGRAM_BYTES + room + kept) // MEBI) * MEBI
 
 
 @dataclass(slots=True)

@@ -36,12 +36,15 @@ class Bytes(click.ParamType[int]):
 @click.option("--run", required=True, help="The run it serves.")
 @click.option("--node", default="", help="This node's name. Default: ADACHECK_NODE, machine id.")
 @click.option("--cache", default="", metavar="FOLDER", help="Where the LMDB tiers lie.")
-@click.option("--memory", type=Bytes(), default=0, help="For records; default: half of what is "
-              "available.")  # fmt: skip
+@click.option("--memory", type=Bytes(), default=0, help="What the process may take, all in all; "
+              "default: half of what is available.")  # fmt: skip
 @click.option("--listen", default="", metavar="HOST:PORT", help="For other nodes, by mutual TLS.")
 @click.option("--idle-s", type=float, default=0.0, help="End after so long without a trainer, "
               "once all is drained (0: never).")  # fmt: skip
 @click.option("--domain", default="", metavar="LABEL", help="What fails together with this node.")
+@click.option("--labels", default="", metavar="FILE", help="A file with a line for each node, "
+              "its name and its label; instead of --domain.")  # fmt: skip
+@click.option("--metrics", default="", metavar="HOST:PORT", help="Serve Prometheus, by plain HTTP.")
 @click.option("--drain-rate", type=Bytes(), default=0, help="At most so many bytes per second to "
               "the far tier.")  # fmt: skip
 @click.option("--status", "ask", is_flag=True, help="Print the living agent's state as JSON.")
@@ -49,15 +52,20 @@ class Bytes(click.ParamType[int]):
 @click.option("--now", is_flag=True, help="With --stop: at once, whatever is undrained.")
 @click.pass_context
 def agent_verb(
-    ctx: click.Context, /, store_url: str, run: str, node: str, ask: bool, stop: bool, now: bool,
-    **options: Any,
+    ctx: click.Context, /, store_url: str, run: str, node: str, labels: str, ask: bool, stop: bool,
+    now: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Hold the records of a run in this node's memory, fold and drain them, beside training."""
-    from .process import AgentOptions, main_of
+    from .options import AgentOptions, read_label
+    from .process import main_of
 
     node = node or node_name()
     if ask or stop:
         ctx.exit(_call(store_url, run, node, stop=stop, now=now))
+    if labels and options["domain"]:
+        raise click.UsageError("--domain and --labels: give one of the two")
+    if labels:
+        options["domain"] = read_label(labels, node)
     ctx.exit(main_of(AgentOptions(store=store_url, run=run, node=node, **options)))
 
 

@@ -14,7 +14,7 @@ from adacheck_store.tiers.serve_calls import PeerInfo
 from . import events as ev
 from .door import refusal
 from .messages import opening_bytes, read_opening, report_bytes, to_bytes
-from .news import news, status
+from .news import news
 from .shell import Shell
 
 Answer = tuple[Mapping[str, Any], bytes]
@@ -23,15 +23,17 @@ Answer = tuple[Mapping[str, Any], bytes]
 class Control:
     """Answers control calls about one run.
 
-    ``about`` says who this agent is; ``trust`` takes the run's key; ``stop`` ends the process, now
-    or once all is drained.
+    ``about`` says who this agent is, ``status`` how it is; ``trust`` takes the run's key; ``stop``
+    ends the process, now or once all is drained.
     """
 
     def __init__(
         self, shell: Shell, about: Callable[[], dict[str, Any]],
+        status: Callable[[], dict[str, Any]],
         trust: Callable[[Credentials], None], stop: Callable[[bool], None],
     ) -> None:  # fmt: skip
-        self._shell, self._about, self._trust, self._stop = shell, about, trust, stop
+        self._shell, self._about, self._said, self._trust = shell, about, status, trust
+        self._stop = stop
         self._near = {
             "open": self._open, "key": self._key, "news": self._news, "close": self._close,
             "flush": self._flush, "stop": self._end,
@@ -84,7 +86,7 @@ class Control:
             return {}, report_bytes(shell.core.view.report())
 
     def _status(self, head: Mapping[str, Any], payload: bytes, peer: PeerInfo) -> Answer:
-        return {}, to_bytes({**self._about(), **status(self._shell)})
+        return {}, to_bytes(self._said())
 
     # For this node's trainers -----------------------------------------------------------------
 
@@ -95,7 +97,7 @@ class Control:
         if isinstance(settings, Mapping):
             shell.adapt(_settings(settings))
         answer = shell.open(lambda token: dataclasses.replace(opened, token=token), endpoints)
-        error = refusal(answer, run=shell.run, term=opened.term)
+        error = refusal(shell, answer, run=shell.run, term=opened.term)
         if error is not None:
             raise error
         shell.admit_trainer(caller, peer.session)

@@ -15,7 +15,7 @@ from adacheck_store.catalog import RecordRef
 
 from . import events as ev
 from .acks import Acks
-from .budget import Budget
+from .budget import Budget, memory_for
 from .drains import Drains
 from .events import Command, Event
 from .leases import Lease
@@ -118,8 +118,9 @@ class AgentCore:
         missing = self.share.reserve(mine, self.settings.window)
         if missing and event.token:
             yield ev.Refuse(
-                event.token, "budget", f"memory is {missing} bytes too small for the parts that "
-                f"{self.view.node} is to hold: {self.budget.total + missing} are needed",
+                event.token, "budget",
+                f"memory is too small for the {len(mine)} parts and extras that {self.view.node} "
+                f"is to hold: {memory_for(self.budget.total + missing) >> 20} MiB are needed",
             )  # fmt: skip
             return
         self.view.refused = frozenset(mine) if missing else frozenset()

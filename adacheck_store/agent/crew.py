@@ -33,8 +33,8 @@ from .leases import LEASE_S
 from .marks import Seat
 from .messages import opening_bytes, read_json
 from .node_tier import NodeTier
-from .process import AgentOptions
-from .start import ensure_agent
+from .options import AgentOptions, check_peers, read_label
+from .start import check_version, ensure_agent
 from .upkeep import AgentUpkeep
 
 EXTRA_BYTES = 256 << 10
@@ -47,16 +47,24 @@ class Agents:
 
     Fewer than k+1 failure domains are an error unless ``allow_degraded``. ``peers`` are endpoints
     of agents on nodes without trainers. The rest is for an agent that has to be started on this
-    node: see `process.AgentOptions`.
+    node: see `AgentOptions`. ``labels`` is a file with a line for each node, its name and its
+    label, for where one set of arguments is for all nodes; it stands for ``domain``.
     """
 
     allow_degraded: bool = False
     memory: int = 0
     listen: str = ""
+    metrics: str = ""
     domain: str = ""
+    labels: str | os.PathLike[str] = ""
     idle_s: float = 600.0
     drain_rate: int = 0
     peers: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_peers(self.peers)
+        if self.domain and self.labels:
+            raise UsageError("both a domain and a label file", hint="give one of the two")
 
 
 class Crew:
@@ -79,7 +87,9 @@ class Crew:
         options = self._options = AgentOptions(
             store=places.store_name(url), run=run, node=node,
             cache=str(Path(cache).absolute()) if cache else "", memory=use.memory,
-            listen=use.listen, idle_s=use.idle_s, domain=use.domain, drain_rate=use.drain_rate,
+            listen=use.listen, metrics=use.metrics, idle_s=use.idle_s,
+            domain=read_label(use.labels, node) if use.labels else use.domain,
+            drain_rate=use.drain_rate,
         )  # fmt: skip
         had_key = os.path.exists(keys.path_of(places.keys_folder(), run))
         found: list[Peer] = []
@@ -123,6 +133,7 @@ class Crew:
         for endpoint in self._use.peers:
             peer = Peer(endpoint, credentials=self._key)
             about = read_json(peer.call("who")[1])
+            check_version(about)
             self._peers[about["node"]] = peer
             nodes[about["node"]] = about
         self._endpoints = {

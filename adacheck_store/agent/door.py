@@ -78,6 +78,10 @@ class Desk(Protocol):
         """True if a trainer has opened its term here under that name."""
         ...
 
+    def holder(self) -> str:
+        """Who holds the newest term; see `terms.holder_of`."""
+        ...
+
 
 class Doors(Mapping[str, Tier]):
     """The tiers of an agent by name: ``ram/CALLER``, ``ram`` (to read) and ``lmdb``."""
@@ -100,11 +104,14 @@ class Doors(Mapping[str, Tier]):
         return 2
 
 
-def refusal(command: ev.Command, **place: str) -> AdaCheckError | None:
+def refusal(desk: Desk, command: ev.Command, **place: str) -> AdaCheckError | None:
     """The error that a refusal is, None for any other command."""
     if not isinstance(command, ev.Refuse):
         return None
-    return ERRORS[command.why](command.message, hint=HINTS[command.why], **place)
+    message = command.message
+    if command.why == "term":
+        message += desk.holder()
+    return ERRORS[command.why](message, hint=HINTS[command.why], **place)
 
 
 class ReadOnly(Tier):
@@ -172,7 +179,7 @@ class Door(ReadOnly):
             return ev.Offered(given, offered, term, self._peer)
 
         answer = self._desk.ask(offer, PUT_S)
-        error = refusal(answer, tier=NAME)
+        error = refusal(self._desk, answer, tier=NAME)
         if error is not None:
             raise error
         assert isinstance(answer, ev.Admit)
@@ -202,7 +209,7 @@ class Door(ReadOnly):
         """Wait for the acknowledgement; raises `BaseNeededError`, `TierBusyError`, `TermError`."""
         self._check_known()
         answer = self._desk.ask(lambda token, end: ev.Sync(token, self._caller, end), SYNC_S)
-        error = refusal(answer, tier=NAME)
+        error = refusal(self._desk, answer, tier=NAME)
         if error is not None:
             raise error
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from adacheck_store.catalog import RecordRef
 
@@ -14,12 +15,30 @@ BATCH = 64
 """Records in a drain."""
 
 
+class Waiting(NamedTuple):
+    """A record that waits: its step, its bytes, and since when (s)."""
+
+    step: int
+    nbytes: int
+    since: float
+
+
+@dataclass(frozen=True, slots=True)
+class Backlog:
+    """What waits for a place: records, their bytes, the oldest one's step (-1: none) and age."""
+
+    records: int
+    nbytes: int
+    oldest_step: int
+    oldest_s: float
+
+
 @dataclass(slots=True)
 class _Queue:
-    """What waits for a place: keys with their steps; since when; whether a drain is under way."""
+    """What waits for a place, by key; since when; whether a drain is under way."""
 
     place: int
-    waiting: dict[str, int] = field(default_factory=dict)
+    waiting: dict[str, Waiting] = field(default_factory=dict)
     since: float = 0.0
     busy: tuple[str, ...] = ()
     retry_at: float = 0.0
@@ -56,7 +75,7 @@ class Drains:
         for queue in self._queues:
             if not places & queue.place:
                 queue.since = queue.since if queue.waiting else now
-                queue.waiting[ref.key] = ref.step
+                queue.waiting.setdefault(ref.key, Waiting(ref.step, ref.nbytes, now))
                 self.idle = False
 
     def skipped(self, ref: RecordRef) -> None:
@@ -80,10 +99,10 @@ class Drains:
         for queue in self._queues:
             if queue.busy or not queue.waiting or now < queue.retry_at:
                 continue
-            steps = set(queue.waiting.values()) if queue.place == FAR else ()
+            steps = {record.step for record in queue.waiting.values()} if queue.place == FAR else ()
             late = now - queue.since > self._lag_s
             if self.hurry or queue.place == LMDB or late or 2 * len(steps) >= self._lag:
-                first = sorted(queue.waiting, key=lambda key: (queue.waiting[key], key))
+                first = sorted(queue.waiting, key=lambda key: (queue.waiting[key].step, key))
                 queue.busy = tuple(first[:BATCH])
                 yield Drain(queue.place, queue.busy)
 
@@ -92,6 +111,15 @@ class Drains:
         """Records that wait for some place."""
         return sum(len(queue.waiting) for queue in self._queues)
 
-    def waiting_for(self, place: int) -> int:
-        """Records that wait for one place."""
-        return sum(len(queue.waiting) for queue in self._queues if queue.place == place)
+    def backlog(self, place: int, now: float) -> Backlog:
+        """What waits for one place."""
+        waiting = [
+            record for queue in self._queues if queue.place == place
+            for record in queue.waiting.values()
+        ]  # fmt: skip
+        since = min((record.since for record in waiting), default=now)
+        return Backlog(
+            records=len(waiting), nbytes=sum(record.nbytes for record in waiting),
+            oldest_step=min((record.step for record in waiting), default=-1),
+            oldest_s=max(0.0, now - since),
+        )  # fmt: skip

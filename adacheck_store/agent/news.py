@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from adacheck_store.config import memory_resident
+
 from .marks import Mark
 from .replica import FAR, LMDB, RAM, Replica
 from .shell import Shell
@@ -23,7 +25,8 @@ def news(shell: Shell, part: str) -> dict[str, Any]:
         view = shell.core.view
         replica = view.replicas.get(part)
         return {
-            "term": view.term, "watermark": view.watermark, "behind": shell.behind,
+            "term": view.term, "holder": shell.holder(), "watermark": view.watermark,
+            "behind": shell.behind,
             "ask_base": shell.asked.pop(part, -1), "base": _newest_base(replica),
             "drained": _drained(replica), "errors": errors(shell),
             "exposed": sorted(_exposed(shell)),
@@ -31,8 +34,11 @@ def news(shell: Shell, part: str) -> dict[str, Any]:
         }  # fmt: skip
 
 
-def status(shell: Shell) -> dict[str, Any]:
-    """All there is to know of the run at this agent; bytes and steps as numbers."""
+def status(shell: Shell, memory: int) -> dict[str, Any]:
+    """All there is to know of the run at this agent; bytes and steps as numbers.
+
+    ``memory``: what the process may take.
+    """
     with shell.lock:
         view, now = shell.core.view, time.monotonic()
         exposed = _exposed(shell)
@@ -42,33 +48,56 @@ def status(shell: Shell) -> dict[str, Any]:
         }  # fmt: skip
         return {
             "term": view.term, "watermark": view.watermark, "chains": chains,
-            "memory": {"used": shell.core.budget.used, "total": shell.core.budget.total},
+            "memory": {
+                "limit": memory, "resident": memory_resident(), "room": shell.core.budget.total,
+                "reserved": shell.core.budget.reserved(), "used": shell.core.budget.used,
+            },
             "peers": {
                 name: {"live": view.live(name, now), "endpoint": shell.endpoints.get(name, ""),
                        "silent_s": round(now - peer.heard_at, 1)}
                 for name, peer in view.peers.items()
             },
-            "drains": {
-                PLACE_NAMES[place]: {
-                    "waiting": shell.core.drains.waiting_for(place), "bytes": drainer.bytes_drained,
-                    "busy_s": _busy(drainer.work.busy_since, now),
-                }
-                for place, drainer in shell.drainers.items()
-            },
+            "drains": {PLACE_NAMES[place]: _drain(shell, place, now) for place in shell.drainers},
             "trainers": shell.trainers, "errors": errors(shell),
+            "last_errors": {
+                _name(work): {"error": str(work.last[1]), "ago_s": round(now - work.last[0], 1),
+                              "now": work.error is not None}
+                for work in _works(shell) if work.last is not None
+            },
             "frozen": shell.core.lease.frozen(now),
         }  # fmt: skip
 
 
 def errors(shell: Shell) -> dict[str, str]:
     """What is wrong now, by what it is wrong with."""
+    return {_name(work): str(work.error) for work in _works(shell) if work.error is not None}
+
+
+def _works(shell: Shell) -> list[Work[Any]]:
     works: list[Work[Any]] = [
         shell.folding,
         shell.prunes.work,
         *(d.work for d in shell.drainers.values()),
     ]
-    works += [caller.work for caller in shell.callers]
-    return {work.thread.name: str(work.error) for work in works if work.error is not None}
+    return works + [caller.work for caller in shell.callers]
+
+
+def _name(work: Work[Any]) -> str:
+    return work.thread.name.removeprefix("adacheck-")
+
+
+def _drain(shell: Shell, place: int, now: float) -> dict[str, Any]:
+    """How far the way to a lower place is behind; steps of this node's own chains."""
+    view, drainer = shell.core.view, shell.drainers[place]
+    backlog = shell.core.drains.backlog(place, now)
+    newest = max((view.mark(view.node, name).newest for name in view.seats if view.owns(name)),
+                 default=-1)  # fmt: skip
+    return {
+        "waiting_records": backlog.records, "waiting_bytes": backlog.nbytes,
+        "lag_steps": max(0, newest - backlog.oldest_step + 1) if backlog.records else 0,
+        "lag_s": round(backlog.oldest_s, 1), "drained_bytes": drainer.bytes_drained,
+        "busy_s": _busy(drainer.work.busy_since, now), "pause_s": drainer.work.pausing_s,
+    }  # fmt: skip
 
 
 def _chain(shell: Shell, name: str, now: float) -> dict[str, Any]:

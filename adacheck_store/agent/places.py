@@ -121,11 +121,15 @@ def make(place: Place) -> None:
             found = os.lstat(folder)
         except OSError as error:
             raise translate(error, _TIER, str(folder)) from error
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or (
-            found.st_mode & 0o077
-        ):  # fmt: skip
+        if found.st_uid != os.geteuid():
             raise TierReadOnlyError(
-                f"a folder for agents that is open to others: owner {found.st_uid}, mode "
+                f"a folder for agents of user {found.st_uid}, and this process is of user "
+                f"{os.geteuid()}", path=str(folder),
+                hint="set ADACHECK_RUNTIME to a folder of your own with mode 700",
+            )  # fmt: skip
+        if not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o077:
+            raise TierReadOnlyError(
+                f"a folder for agents that is open to others: mode "
                 f"{stat.S_IMODE(found.st_mode):o}", path=str(folder),
                 hint="set ADACHECK_RUNTIME to a folder of your own with mode 700",
             )  # fmt: skip

@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from typing import Any
 
 from adacheck_store import __version__
@@ -22,7 +21,6 @@ from adacheck_store.config import (
 )
 from adacheck_store.format.errors import AdaCheckError, TierBusyError, UsageError
 from adacheck_store.format.ids import new_nonce
-from adacheck_store.format.keys import check_run
 from adacheck_store.store import agent_tiers
 from adacheck_store.tiers import credentials as keys
 from adacheck_store.tiers.credentials import Credentials
@@ -31,38 +29,16 @@ from adacheck_store.tiers.memory import MemoryTier
 from adacheck_store.tiers.serve import Server
 
 from . import places
+from .budget import LEAST_BYTES, room_of
 from .control import Control
 from .door import NAME, Doors
+from .news import status
+from .options import AgentOptions, listening
 from .replica import FAR, LMDB, RAM
 from .shell import Shell
 
-ROOM_SHARE = (7, 8)
-"""What of the memory records may fill; the rest is for heads, buffers and folds under way."""
-
-LEAST_BYTES = 16 << 20
 SAY_S = 10.0
 """How often an agent that is to stop says what it waits for."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AgentOptions:
-    """What an agent is told when it is started.
-
-    ``memory`` in bytes (0: half of what is available), ``listen`` as HOST:PORT for other nodes
-    (empty: for this node alone), ``idle_s``: after how long without a trainer it ends, once all
-    is drained (0: never). ``domain`` labels what fails together with this node. ``drain_rate`` caps
-    what goes to the far tier, in bytes per second (0: nothing does).
-    """
-
-    store: str
-    run: str
-    node: str = ""
-    cache: str = ""
-    memory: int = 0
-    listen: str = ""
-    idle_s: float = 0.0
-    domain: str = ""
-    drain_rate: int = 0
 
 
 def run_agent(options: AgentOptions) -> int:
@@ -71,15 +47,12 @@ def run_agent(options: AgentOptions) -> int:
     Raises `TierBusyError` where one lives already, `UsageError` for options that cannot be.
     """
     arm_failpoints()
-    check_run(options.run)
     node = options.node or node_name()
     place = places.place_of(options.store, options.run, node)
     endpoints = [place.socket]
     if options.listen:
-        endpoints.append(Endpoint.parse(f"tls://{options.listen}"))
-    memory = options.memory or memory_available() // 2
-    if memory < LEAST_BYTES:
-        raise UsageError(f"--memory {memory}", hint=f"at least {LEAST_BYTES} bytes")
+        endpoints.append(listening("listen", options.listen))
+    memory = options.memory or max(LEAST_BYTES, memory_available() // 2)
     places.reclaim(skip=place)
     fd = places.take(place, place.lock)
     if fd is None:
@@ -102,7 +75,7 @@ class _Agent:
         memory: int, stack: ExitStack,
     ) -> None:  # fmt: skip
         self._options, self._node, self._place = options, node, place
-        self._boot = new_nonce()
+        self._boot, self._metrics = new_nonce(), ""
         self._memory = memory
         self._stopping = 0
         self._wake = threading.Event()
@@ -111,12 +84,13 @@ class _Agent:
         stack.callback(far.close)
         stack.callback(lmdb.close)
         tiers = {RAM: MemoryTier(NAME), LMDB: lmdb, FAR: far}
-        room = memory * ROOM_SHARE[0] // ROOM_SHARE[1]
-        self._shell = Shell(options.run, node, self._boot, tiers, room, Settings())
+        self._shell = Shell(options.run, node, self._boot, tiers, room_of(memory), Settings())
         stack.callback(self._shell.end)
         self._shell.credentials = key
         self._shell.drainers[FAR].bytes_per_s = options.drain_rate
-        control = Control(self._shell, self._about, self._trust, self._stop)
+        if options.metrics:  # before anybody is answered: what fails here fails the start
+            self._serve_metrics(listening("metrics", options.metrics), stack)
+        control = Control(self._shell, self._about, self._status, self._trust, self._stop)
         self._server = Server(endpoints, Doors(self._shell), control, credentials=[key])
         stack.callback(self._close_server)
         self._shell.reached_at = next(
@@ -124,13 +98,23 @@ class _Agent:
         )
         place.write_info(self._about())
 
+    def _serve_metrics(self, at: Endpoint, stack: ExitStack) -> None:
+        from .metrics import MetricsServer  # its library is loaded where it is asked for
+
+        served = MetricsServer(at, self._status)
+        stack.callback(served.close)
+        self._metrics = served.url
+
+    def _status(self) -> dict[str, Any]:
+        return {**self._about(), **status(self._shell, self._memory)}
+
     def _about(self) -> dict[str, Any]:
         served = getattr(self, "_server", None)
         return {
             "node": self._node, "store": places.store_name(self._options.store),
             "run": self._options.run, "pid": os.getpid(), "boot": self._boot,
             "boot_id": boot_id(), "domain": self._options.domain, "memory": self._memory,
-            "version": __version__,
+            "version": __version__, "metrics": self._metrics,
             "endpoints": [str(endpoint) for endpoint in served.endpoints] if served else [],
         }  # fmt: skip
 
@@ -163,7 +147,7 @@ class _Agent:
             signal.signal(number, self._signalled)
         self._say(
             f"agent of {self._node} for run {self._options.run}, pid {os.getpid()}, at "
-            f"{', '.join(map(str, self._server.endpoints))}"
+            f"{', '.join([*map(str, self._server.endpoints), *filter(None, [self._metrics])])}"
         )
         said = 0.0
         while not self._stopping:

@@ -21,6 +21,7 @@ from adacheck_store.format.errors import (
 )
 from adacheck_store.format.keys import parse_key
 from adacheck_store.recovery import PartPlan
+from adacheck_store.terms import holder_of
 from adacheck_store.tiers.base import Tier
 from adacheck_store.tiers.credentials import Credentials
 from adacheck_store.tiers.serve_calls import PeerInfo
@@ -91,6 +92,10 @@ class Shell:
     def knows(self, caller: str) -> bool:
         """True if a trainer has opened its term here under that name."""
         return caller in self._trainers
+
+    def holder(self) -> str:
+        """Who holds the newest term; see `terms.holder_of`."""
+        return holder_of(self.places[RAM], self.run, self.core.view.term)
 
     def admit_trainer(self, caller: str, session: str) -> None:
         """A trainer has opened its term, over that session of the server's."""

@@ -6,21 +6,24 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from adacheck_store import __version__
 from adacheck_store.config import environment
 from adacheck_store.format.errors import (
     PeerRefusedError,
     TierUnavailableError,
+    UnsupportedError,
 )
 from adacheck_store.tiers.pool import Peer
 
 from . import places
 from .messages import read_json
+from .options import AgentOptions
 from .places import Place
-from .process import AgentOptions
 
 START_S = 60.0
 """How long an agent may take until its socket answers: a busy node imports slowly."""
@@ -44,12 +47,12 @@ def ensure_agent(options: AgentOptions, timeout_s: float = START_S) -> tuple[Pee
     try:
         while True:
             about = _about(peer)
-            if about is not None:
-                return peer, about
-            if starting is None:
+            if about is None and starting is None:
                 starting = places.take(place, place.starting)
-                if starting is not None and (about := _about(peer)) is not None:
-                    return peer, about
+                about = _about(peer) if starting is not None else None
+            if about is not None:
+                check_version(about)
+                return peer, about
             if starting is not None and started is None and not places.alive(place):
                 started = _spawn(options, place)
             ended = _ended(started) if started is not None else None
@@ -62,6 +65,20 @@ def ensure_agent(options: AgentOptions, timeout_s: float = START_S) -> tuple[Pee
     finally:
         if starting is not None:
             os.close(starting)
+
+
+def check_version(about: Mapping[str, Any]) -> None:
+    """Raise `UnsupportedError` for an agent of another version than this program's.
+
+    What both say to each other of a run is the same within a version, and promised no further.
+    """
+    if about.get("version") != __version__:
+        raise UnsupportedError(
+            f"the agent of {about['node']} (pid {about['pid']}) is adacheck-store "
+            f"{about.get('version')}, this process {__version__}", run=str(about["run"]),
+            hint="stop that agent once it has drained, adacheck-store agent STORE --run RUN "
+            "--stop, and run one version everywhere",
+        )  # fmt: skip
 
 
 def find_agent(store: str, run: str, node: str) -> tuple[Peer, dict[str, Any]] | None:
@@ -129,7 +146,7 @@ def _spawn(options: AgentOptions, place: Place) -> int:
 def _arguments(options: AgentOptions) -> dict[str, str]:
     found = {
         "run": options.run, "node": options.node, "cache": options.cache,
-        "listen": options.listen, "domain": options.domain,
+        "listen": options.listen, "metrics": options.metrics, "domain": options.domain,
         "memory": str(options.memory or ""), "drain-rate": str(options.drain_rate or ""),
         "idle-s": f"{options.idle_s:g}" if options.idle_s else "",
     }  # fmt: skip

@@ -111,6 +111,7 @@ class AgentUpkeep:
             self._ask_for_base("a fold at the agent differs from training", said["ask_base"])
         if said["term"] > self._term:
             self._rival = TermError(
-                f"term {said['term']} has taken over this run", run=self._run, term=self._term,
+                f"term {said['term']}{said['holder']} has taken over this run",
+                run=self._run, term=self._term,
                 hint="this process must stop; restore() in a new one",
             )  # fmt: skip

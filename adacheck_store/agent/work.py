@@ -35,8 +35,12 @@ class Work(Generic[C]):
         self._commands: queue.Queue[C] = queue.Queue(maxsize=WAITING)
         self.ending = threading.Event()
         self.error: AdaCheckError | None = None
+        self.last: tuple[float, AdaCheckError] | None = None
+        """The last error, and when it was (s)."""
         self.busy_since: float | None = None
         self._pause_s = BACKOFF_S[0]
+        self.pausing_s = 0.0
+        """The pause that is being made after a failure; it grows from one to the next."""
         self.thread = threading.Thread(target=self._run, name=f"adacheck-{name}", daemon=True)
         self.thread.start()
 
@@ -58,10 +62,11 @@ class Work(Generic[C]):
             self.busy_since = time.monotonic()
             try:
                 self._act(command)
-                self.error, self._pause_s = None, BACKOFF_S[0]
+                self.error, self._pause_s, self.pausing_s = None, BACKOFF_S[0], 0.0
             except Exception as error:
                 self._note(error)
                 if self._backoff:
+                    self.pausing_s = self._pause_s
                     self.ending.wait(self._pause_s)
                     self._pause_s = min(2 * self._pause_s, BACKOFF_S[1])
                 self._failed(command, error)
@@ -75,3 +80,4 @@ class Work(Generic[C]):
         else:
             log.error("%s failed", self.thread.name, exc_info=error)
             self.error = AdaCheckError(f"{type(error).__name__}: {error}")
+        self.last = (time.monotonic(), self.error)

@@ -1,4 +1,4 @@
-"""Nodes that end with their test, and one thread for torch."""
+"""Nodes that end with their test, a pair that knows each other, and one thread for torch."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from adacheck_store.tiers import credentials
 from tests.agent.kit import Node
+from tests.agent.trainer import RUN
 
 
 @pytest.fixture(autouse=True)
@@ -36,3 +38,15 @@ def here(nodes: Callable[[str], Node], monkeypatch: pytest.MonkeyPatch) -> Node:
     found = nodes("a")
     found.here(monkeypatch)
     return found
+
+
+@pytest.fixture
+def pair(nodes: Callable[[str], Node], here: Node) -> tuple[Node, Node]:
+    """This node with an agent yet to start, and another with one; both have the run's key."""
+    other = nodes("b")
+    key = credentials.make(RUN)
+    for node in (here, other):
+        node.runtime.mkdir(mode=0o700)
+        credentials.write(str(node.runtime / "keys"), key)
+    other.agent()
+    return here, other

@@ -21,8 +21,9 @@ import pytest
 from adacheck_store.agent import places
 from adacheck_store.agent.messages import read_json
 from adacheck_store.agent.start import find_agent
+from adacheck_store.session import RunSession
 from adacheck_store.tiers.pool import Peer
-from tests.agent.trainer import RUN
+from tests.agent.trainer import MEMORY, RUN, open_session
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 60.0
@@ -71,21 +72,22 @@ class Node:
         for name in ("ADACHECK_NODE", "ADACHECK_RUNTIME", "PYTHONPATH", "OMP_NUM_THREADS"):
             patch.setenv(name, self.env[name])
 
-    def run(self, *words: str, **how: Any) -> subprocess.Popen[str]:
-        """Start a python module in a process on the node."""
+    def run(self, *words: str, fail: str = "", **how: Any) -> subprocess.Popen[str]:
+        """Start a python module in a process on the node, with a failpoint armed there."""
+        armed = {"ADACHECK_FAILPOINT": fail} if fail else {}
         process = subprocess.Popen(
-            [sys.executable, "-m", *words], env=self.env, cwd=ROOT, text=True,
+            [sys.executable, "-m", *words], env=self.env | armed, cwd=ROOT, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **how,
         )  # fmt: skip
         self.processes.append(process)
         return process
 
-    def agent(self, *options: str) -> subprocess.Popen[str]:
+    def agent(self, *options: str, fail: str = "") -> subprocess.Popen[str]:
         """Start an agent by hand, reached at the node's port; returns when it answers."""
         process = self.run(
             "adacheck_store", "agent", self.url, "--run", RUN, "--node", self.name,
-            "--memory", "64M", "--listen", f"127.0.0.1:{self.port}", "--domain", self.name,
-            *options,
+            "--memory", str(MEMORY), "--listen", f"127.0.0.1:{self.port}", "--domain", self.name,
+            *options, fail=fail,
         )  # fmt: skip
         assert process.stdout is not None
         line = process.stdout.readline()
@@ -173,6 +175,14 @@ class Trainer:
         """SIGKILL it."""
         self.process.kill()
         self.process.wait(WAIT_S)
+
+
+def two(node: Node, other: Node, **how: Any) -> RunSession:
+    """A session of a rank on one node, whose records the other holds too."""
+    return open_session(
+        node.url, k=1, listen="127.0.0.1:0", domain=node.name,
+        peers=(f"tls://127.0.0.1:{other.port}",), **how,
+    )  # fmt: skip
 
 
 def call(endpoint: str, run: str, verb: str) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from adacheck_store.arrays import byte_view
 from adacheck_store.config import node_name
 from adacheck_store.session import RunSession
 from adacheck_store.trainer_hooks.ranks import find_group
-from tests.agent.trainer import RUN, SETTINGS
+from tests.agent.trainer import MEMORY, RUN, SETTINGS
 from tests.core.kit import Journal, load, make_toy
 
 
@@ -35,7 +35,7 @@ def main(url: str, rank: int, size: int, port: int, steps: int, pause_ms: int) -
         truth.note(toy)
         toy.train()
     toy = make_toy(seed=rank)
-    use = Agents(memory=64 << 20, listen="127.0.0.1:0", domain=node_name())
+    use = Agents(memory=MEMORY, listen="127.0.0.1:0", domain=node_name())
     session = RunSession.open(
         url, RUN, settings=dataclasses.replace(SETTINGS, k=1), group=find_group(), agents=use
     )

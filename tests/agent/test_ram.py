@@ -55,7 +55,7 @@ def test_lower_tiers_give_what_a_dead_agent_held(here: Node) -> None:
     journal = reference(80)
     trainer = Trainer(here, 30)
     trainer.reach(30)
-    until(lambda: not here.status()["drains"]["lmdb"]["waiting"], "all is in the LMDB")
+    until(lambda: not here.status()["drains"]["lmdb"]["waiting_records"], "all is in the LMDB")
     trainer.kill()
     here.kill()
     session, toy = open_session(here.url), make_toy()

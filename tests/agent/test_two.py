@@ -1,37 +1,15 @@
 """Two agents: what one is given the other has too, before the trainer hears that it is held."""
 
 import shutil
-from collections.abc import Callable
 
 import pytest
 
 from adacheck_store.format.errors import TermError, UsageError
 from adacheck_store.session import RunSession
-from adacheck_store.tiers import credentials
-from tests.agent.kit import Node, until
+from tests.agent.kit import Node, two, until
 from tests.agent.trainer import RUN, open_session, reference
 from tests.core.kit import Journal, begin, make_toy, train
 from tests.core.toy import Toy
-
-
-@pytest.fixture
-def pair(nodes: Callable[[str], Node], here: Node) -> tuple[Node, Node]:
-    """This node with an agent yet to start, and another with one; both have the run's key."""
-    other = nodes("b")
-    key = credentials.make(RUN)
-    for node in (here, other):
-        node.runtime.mkdir(mode=0o700)
-        credentials.write(str(node.runtime / "keys"), key)
-    other.agent()
-    return here, other
-
-
-def two(node: Node, other: Node, **how: object):
-    """A session of a rank on one node, whose records the other holds too."""
-    return open_session(
-        node.url, k=1, listen="127.0.0.1:0", domain=node.name,
-        peers=(f"tls://127.0.0.1:{other.port}",), **how,
-    )  # fmt: skip
 
 
 def train_refused(session: RunSession, toy: Toy) -> str:

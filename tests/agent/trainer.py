@@ -22,6 +22,7 @@ from tests.core.kit import Journal, begin, make_toy
 
 SETTINGS = Settings(base_every=8, object_lag=8, object_lag_s=0.5, grace_s=0.0, stall_timeout_s=5.0)
 RUN = "run"
+MEMORY = 384 << 20
 
 
 def reference(steps: int) -> Journal:
@@ -37,7 +38,7 @@ def reference(steps: int) -> Journal:
 def open_session(url: str, **how: Any) -> RunSession:
     """A session with an agent; ``how`` goes into `Agents`, and ``k`` into the settings."""
     settings = dataclasses.replace(SETTINGS, k=how.pop("k", 0))
-    use = Agents(**({"memory": 64 << 20} | how))
+    use = Agents(**({"memory": MEMORY} | how))
     return RunSession.open(url, RUN, settings=settings, agents=use)
 
 
