@@ -113,9 +113,7 @@ def test_little_memory() -> None:
 
 def test_path_of_a_socket_that_is_too_long(here: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ADACHECK_RUNTIME", "/tmp/" + "x" * 100)
-    with pytest.raises(
-        UsageError, match=r"path of 133 bytes, at most 107.*shorter folder"
-    ):
+    with pytest.raises(UsageError, match=r"path of 133 bytes, at most 107.*shorter folder"):
         ensure_agent(options(here))
 
 

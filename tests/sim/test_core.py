@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from adacheck_store.agent import events as ev
-from adacheck_store.agent.budget import BEYOND_WINDOW, Budget
+from adacheck_store.agent.budget import BEYOND_WINDOW, Budget, memory_for
 from adacheck_store.agent.core import HOLD_S, AgentCore, AgentSettings
 from adacheck_store.agent.leases import LEASE_S, Lease
 from adacheck_store.agent.marks import Mark, Report, Seat, newest_common
@@ -149,8 +149,7 @@ def test_attach_is_refused_with_the_bytes_it_needs() -> None:
     (refused,) = agent.handle(opened(), 0.0)
     need = 2 * 100 + (2 + BEYOND_WINDOW) * 11
     assert refused.why == "budget"
-    assert f"{need - 200} bytes too small" in refused.message
-    assert f"{need} are needed" in refused.message
+    assert f"{memory_for(need) >> 20} MiB are needed" in refused.message
     assert of(ev.Answer, AgentCore("a", "", Budget(need), AgentSettings()).handle(opened(), 0.0))
 
 
