@@ -100,6 +100,23 @@ def place(
     domains and ``allow_degraded`` is not set; the message names what is missing.
     """
     domain = domains(nodes)
+    missing = check(ranks, nodes, k, allow_degraded=allow_degraded)
+    load = dict.fromkeys(domain, 0)
+    holders: dict[int, tuple[str, ...]] = {}
+    for rank, size in _rounds(ranks, sizes or {}):
+        chosen = [ranks[rank]]
+        while len(chosen) <= k and (other := choose(chosen, domain, load)) is not None:
+            chosen.append(other)
+            load[other] += size
+        holders[rank] = tuple(chosen)
+    return Placement(holders={rank: holders[rank] for rank in sorted(holders)}, missing=missing)
+
+
+def check(
+    ranks: Mapping[int, str], nodes: Sequence[Node], k: int, *, allow_degraded: bool = False
+) -> str:
+    """What is missing for k+1 failure domains, if that is accepted; raises as `place` does."""
+    domain = domains(nodes)
     agentless = sorted({node for node in ranks.values() if node not in domain})
     if agentless:
         raise UsageError(
@@ -112,15 +129,7 @@ def place(
             hint="start agents in more failure domains, label those that are apart, or accept "
             "fewer copies with --allow-degraded",
         )
-    load = dict.fromkeys(domain, 0)
-    holders: dict[int, tuple[str, ...]] = {}
-    for rank, size in _rounds(ranks, sizes or {}):
-        chosen = [ranks[rank]]
-        while len(chosen) <= k and (other := choose(chosen, domain, load)) is not None:
-            chosen.append(other)
-            load[other] += size
-        holders[rank] = tuple(chosen)
-    return Placement(holders={rank: holders[rank] for rank in sorted(holders)}, missing=missing)
+    return missing
 
 
 def _rounds(ranks: Mapping[int, str], sizes: Mapping[int, int]) -> list[tuple[int, int]]:

@@ -25,11 +25,13 @@ SEEN_ONCE = "seen once only"
 class Finding:
     """A tensor of this rank and the ranks that hold copies of it, this one among them.
 
-    ``why`` says why other copies could not be proven; empty if all there are have been found.
+    ``changes`` if it was seen to. ``why`` says why other copies could not be proven; empty if
+    all there are have been found.
     """
 
     identity: Identity
     copies: Ranks
+    changes: bool = True
     why: str = ""
 
 
@@ -101,8 +103,10 @@ class Detector:
         sets = yield from copy_sets(self._rank, self._size, list(tokens.values()))
         alone = frozenset((self._rank,))
         return tuple(
-            Finding(identity=identity, copies=alone, why=why) if why
-            else Finding(identity=identity, copies=sets[tokens[identity]])
+            Finding(
+                identity=identity, copies=alone if why else sets[tokens[identity]],
+                changes=identity in self._moved, why=why,
+            )
             for identity, why in doubts.items()
         )  # fmt: skip
 

@@ -172,6 +172,32 @@ def test_a_tensor_that_comes_later_has_to_be_seen_twice() -> None:
     assert found[0]["w"].copies == ALL
 
 
+def test_a_tensor_that_comes_back_has_to_change_again() -> None:
+    """What it did before it went is no evidence of what stands in its place now."""
+    ranks = Ranks()
+    for step, value in enumerate([0, 1, None, 5, 5]):
+        seen = [see("x", step), *([] if value is None else [see("w", value)])]
+        found = ranks.look([step] * 2, seen, seen)
+    assert [each["w"].why for each in found] == [NEVER_CHANGED] * 2
+
+
+@pytest.mark.parametrize("standing", [Standing.FROZEN, Standing.TRAINED])
+def test_what_could_not_be_seen_at_first_was_seen_once(standing: Standing) -> None:
+    """Nothing and then something is no change, and no copy of a tensor's bytes."""
+    ranks = Ranks()
+    whole = Piece((whole_box((4,)),))
+    tensors = [torch.empty(4, dtype=torch.uint8, device="meta")] + [
+        torch.ones(4, dtype=torch.uint8)
+    ] * 2
+    found = []
+    for step, tensor in enumerate(tensors):
+        seen = [sight(tensor, name="w", role="buffer", shape=(4,), piece=whole, standing=standing)]
+        found.append(ranks.look([step] * 2, seen, seen))
+    assert [each["w"].why for each in found[1]] == [SEEN_ONCE] * 2
+    trained = standing is Standing.TRAINED
+    assert [each["w"].why for each in found[2]] == [NEVER_CHANGED if trained else ""] * 2
+
+
 def test_what_cannot_be_digested_is_saved_and_said() -> None:
     """On the ranks that cannot, and there is nobody to be equal to on those that can."""
     ranks = Ranks()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import struct
 import time
 from collections.abc import Sequence
 
@@ -124,6 +125,32 @@ def test_what_makes_no_sense_names_the_rank(turn: int, spoil: bytes) -> None:
             except GroupError as error:
                 named = str(error)
     assert not outgoing or "what rank" in named
+
+
+def packed(*runs: int) -> bytes:
+    """A set of ranks as it is sent."""
+    return struct.pack(f"<I{len(runs)}I", 4 * len(runs), *runs)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        (exchange.name_of(frozenset((0, 2))), packed(0, 1, 2)),  # another set than was named
+        (exchange.name_of(frozenset((1, 2))), packed(1, 1, 2)),  # who asks is not in it
+        (exchange.name_of(frozenset((0, 2))), packed(0, 2, 2) + b"more"),
+        (exchange.name_of(frozenset((0, 2))), b""),
+    ],
+)
+def test_a_set_is_taken_only_if_it_is_the_one_asked_for(name: bytes, content: bytes) -> None:
+    """A set too large is the one error that loses data: it is checked by name and member."""
+    own = next(t for t in map(token, "abcdefgh") if exchange.home_of(t, 3) == 1)
+    rounds = copy_sets(0, 3, [own])
+    assert next(rounds) == [b"", own, b""]
+    rounds.send([b""] * 3)
+    assert rounds.send([b"", name, b""]) == [b"", name, b""]
+    rounds.send([b""] * 3)
+    with pytest.raises(GroupError, match="rank 1"):
+        rounds.send([b"", content, b""])
 
 
 @given(st.sets(st.integers(0, 200)))
