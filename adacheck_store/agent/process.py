@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -27,15 +28,19 @@ from adacheck_store.tiers.credentials import Credentials
 from adacheck_store.tiers.endpoint import Endpoint
 from adacheck_store.tiers.memory import MemoryTier
 from adacheck_store.tiers.serve import Server
+from adacheck_store.tiers.serve_calls import PeerInfo
 
 from . import places
 from .budget import LEAST_BYTES, room_of
-from .control import Control
+from .control import Answer, Control
 from .door import NAME, Doors
 from .news import status
 from .options import AgentOptions, listening
 from .replica import FAR, LMDB, RAM
 from .shell import Shell
+
+REACHED_S = 5.0
+"""How long a call waits for the agent to learn where it is reached itself."""
 
 SAY_S = 10.0
 """How often an agent that is to stop says what it waits for."""
@@ -79,6 +84,8 @@ class _Agent:
         self._memory = memory
         self._stopping = 0
         self._wake = threading.Event()
+        self._reached = threading.Event()
+        self._endpoints: list[str] = []
         key, _ = keys.read_or_make(places.keys_folder(), options.run)
         lmdb, far = agent_tiers(options.store, options.run, node, cache=options.cache or None)
         stack.callback(far.close)
@@ -91,11 +98,17 @@ class _Agent:
         if options.metrics:  # before anybody is answered: what fails here fails the start
             self._serve_metrics(listening("metrics", options.metrics), stack)
         control = Control(self._shell, self._about, self._status, self._trust, self._stop)
-        self._server = Server(endpoints, Doors(self._shell), control, credentials=[key])
+
+        def answer(verb: str, head: Mapping[str, Any], payload: bytes, peer: PeerInfo) -> Answer:
+            self._reached.wait(REACHED_S)  # the server answers before it has been returned
+            return control(verb, head, payload, peer)
+
+        self._server = Server(endpoints, Doors(self._shell), answer, credentials=[key])
         stack.callback(self._close_server)
-        self._shell.reached_at = next(
-            (str(endpoint) for endpoint in self._server.endpoints if endpoint.port), ""
-        )
+        reached = self._server.endpoints
+        self._shell.reached_at = next((str(endpoint) for endpoint in reached if endpoint.port), "")
+        self._endpoints = [str(endpoint) for endpoint in reached]
+        self._reached.set()
         place.write_info(self._about())
 
     def _serve_metrics(self, at: Endpoint, stack: ExitStack) -> None:
@@ -109,13 +122,11 @@ class _Agent:
         return {**self._about(), **status(self._shell, self._memory)}
 
     def _about(self) -> dict[str, Any]:
-        served = getattr(self, "_server", None)
         return {
             "node": self._node, "store": places.store_name(self._options.store),
             "run": self._options.run, "pid": os.getpid(), "boot": self._boot,
             "boot_id": boot_id(), "domain": self._options.domain, "memory": self._memory,
-            "version": __version__, "metrics": self._metrics,
-            "endpoints": [str(endpoint) for endpoint in served.endpoints] if served else [],
+            "version": __version__, "metrics": self._metrics, "endpoints": self._endpoints,
         }  # fmt: skip
 
     def _trust(self, key: Credentials) -> None:

@@ -4,17 +4,24 @@ import contextlib
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import psutil
+import pytest
 
 from adacheck_store.agent import places
+from adacheck_store.agent import process as module
+from adacheck_store.agent.messages import read_json
 from adacheck_store.agent.process import AgentOptions
 from adacheck_store.agent.start import ensure_agent
 from adacheck_store.restore import restore_state
 from adacheck_store.store import open_store
+from adacheck_store.tiers.endpoint import Endpoint
+from adacheck_store.tiers.pool import Peer
+from adacheck_store.tiers.serve import Server
 from tests.agent.kit import Node, Trainer, until
 from tests.agent.trainer import MEMORY, RUN, reference
 
@@ -50,6 +57,33 @@ def go(process: subprocess.Popen[str]) -> None:
     """Tell a starter to start."""
     process.stdin.write("\n")
     process.stdin.close()
+
+
+def test_who_asks_at_once_learns_where_the_agent_is_reached(
+    here: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server answers before its maker has it: whoever asks then waits for it."""
+    place, said = places.place_of(here.url, RUN, here.name), []
+    places.make(place)
+
+    class Slow(Server):
+        def __init__(self, *how: object, **more: object) -> None:
+            super().__init__(*how, **more)
+            asking.start()
+            time.sleep(0.5)
+
+    def ask() -> None:
+        peer = Peer(place.socket, run=RUN)
+        said.append(read_json(peer.call("who")[1])["endpoints"])
+        peer.close()
+
+    asking = threading.Thread(target=ask)
+    monkeypatch.setattr(module, "Server", Slow)
+    endpoints = [place.socket, Endpoint.parse("tls://127.0.0.1:0")]
+    with contextlib.ExitStack() as stack:
+        module._Agent(options(here), here.name, place, endpoints, MEMORY, stack)
+        asking.join(30)
+    assert [text.partition(":")[0] for text in said[0]] == ["unix", "tls"]
 
 
 def test_own_session_descriptors_and_device(here: Node, tmp_path: Path) -> None:
