@@ -39,7 +39,7 @@ class Verbs(click.Group):
         """A verb by its name."""
         if cmd_name != "demo":
             return super().get_command(ctx, cmd_name)
-        return _Demo(name="demo", help="Train, kill, restore, compare bit for bit.")
+        return _Demo(name="demo", help="Train, lose ranks and nodes, compare bit for bit.")
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run a verb; an `AdaCheckError` ends it with its exit code."""

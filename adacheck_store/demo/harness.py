@@ -1,270 +1,269 @@
-"""The demo's harness: starts the training processes, kills them, and holds the results together."""
+"""The demo's harness: what is lost and when, and how what came back compares with the reference."""
 
 from __future__ import annotations
 
-import json
-import os
+import dataclasses
 import random
-import shutil
-import signal
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from adacheck_store.format.errors import AdaCheckError
+from adacheck_store.catalog import read_catalog
+from adacheck_store.session import open_for_reading
 
-from .trainer import BASE_EVERY, OBJECT_LAG, WINDOW, Beat
-
-PROCESS_S = 600.0
-"""Longest time any process of the demo may take."""
-
-POLL_S = 0.002
+from .cluster import Node, Start
+from .trainer import BASE_EVERY, OBJECT_LAG, WINDOW, Job
 
 Progress = Callable[[str, int, int], None]
 """Called with what is going on, the steps done, and the steps in all."""
 
 
-class DemoError(AdaCheckError):
-    """A process of the demo failed, or a restored state differs from the reference."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """What was lost: when, and how far the store was as ranks had told.
 
-    exit_code = 1
+    ``after`` is the last step that all ranks had finished, ``phase`` where a rank that was killed
+    was, ``kept`` the last step that is not to be lost, ``at`` the moment (monotonic seconds).
+    """
+
+    what: str
+    after: int
+    phase: str
+    kept: int
+    at: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Round:
-    """One kill and what came after; steps, seconds, bytes. ``equal`` is the whole verdict."""
+class Recovery:
+    """What came back after a loss: of all ranks, in steps, bytes by tier, and seconds.
 
-    killed_after: int
-    killed_in: str
+    ``restore_s`` is the slowest rank's `restore`; ``back_s`` the time from the loss until all
+    ranks had finished the next step, with the start of processes and agents in it.
+    """
+
+    loss: Loss
     restored: int
-    tier: str
+    tiers: dict[str, int]
     restore_s: float
+    back_s: float
     certificate: str
-    lost_to: int
-    lost_tier: str
-    lost_restore_s: float
-    lost_certificate: str
-    lost_behind: int
-    step_s: float
-    bytes_per_step: float
-    background_s: float
-    differences: tuple[str, ...]
+    reasons: tuple[str, ...]
 
     @property
-    def equal(self) -> bool:
-        """True if everything compared was equal and every bound was kept."""
-        return not self.differences
+    def steps_lost(self) -> int:
+        """How many finished steps had to be made again."""
+        return max(0, self.loss.after - self.restored)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoResult:
-    """All rounds, with the reference they were held against."""
+    """Every recovery, what a step takes, and whatever was not equal: nothing, if all is well.
 
+    ``bytes_per_step`` is of all ranks, each record counted once; times are medians.
+    """
+
+    nodes: int
+    ranks_per_node: int
     steps: int
     parameters: int
     state_bytes: int
+    bytes_per_step: float
+    step_s: float
     reference_step_s: float
-    rounds: tuple[Round, ...]
+    recoveries: tuple[Recovery, ...]
+    differences: tuple[str, ...]
 
 
 @dataclass(slots=True)
 class Reference:
-    """What the uninterrupted run had: digests by step, losses by step, step times."""
+    """What a rank of the uninterrupted run had: digests by step, losses by step, step times."""
 
     digests: dict[int, dict[str, str]] = field(default_factory=dict)
     losses: dict[int, str] = field(default_factory=dict)
     seconds: list[float] = field(default_factory=list)
+    parameters: int = 0
+
+    @classmethod
+    def of(cls, rows: list[dict[str, Any]]) -> Reference:
+        """From the journal of the run without a store."""
+        found = cls()
+        for row in rows:
+            found.digests[row["step"]] = row["digests"]
+            found.parameters = row.get("parameters", found.parameters)
+            if "loss" in row:
+                found.losses[row["step"]] = row["loss"]
+                found.seconds.append(row["seconds"])
+        return found
+
+    def differences(self, rows: list[dict[str, Any]]) -> Iterator[str]:
+        """What of a rank's journal is not as it was here."""
+        for row in rows:
+            if "loss" in row:
+                if row["loss"] != self.losses[row["step"]]:
+                    yield f"step {row['step']}: the loss"
+                continue
+            step = row["restored" if "restored" in row else "final"]
+            expected, found = self.digests[step], row["digests"]
+            for name in sorted({*expected, *found}):
+                if expected.get(name) != found.get(name):
+                    yield f"step {step}: {name}"
 
 
-class Child:
-    """A training process of the demo and what it reports."""
+@dataclass(frozen=True, slots=True)
+class _Moment:
+    """So long after a step; and not before a step newer than ``since`` is kept."""
 
-    def __init__(self, role: str, folder: Path, *, steps: int, seed: int, **options: str) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.folder = folder
-        self.role = role
-        (folder / "beat").unlink(missing_ok=True)
-        arguments = [f"--{name}={value}" for name, value in options.items()]
-        self._log = (folder / "output.txt").open("wb")
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "adacheck_store.demo.trainer", role, f"--folder={folder}",
-             f"--steps={steps}", f"--seed={seed}", *arguments],
-            stdin=subprocess.DEVNULL, stdout=self._log, stderr=subprocess.STDOUT,
-            start_new_session=True,
+    step: int
+    wait_s: float
+    since: int
+
+
+def run_demo(work: Path, job: Job, progress: Progress) -> DemoResult:
+    """Run the whole demo in a folder; ``job`` is what all starts have in common."""
+    demo = _Demo(work, job, progress)
+    try:
+        return demo.run()
+    finally:
+        demo.end()
+
+
+class _Demo:
+    """The nodes, and one start of all ranks after another."""
+
+    def __init__(self, work: Path, job: Job, progress: Progress) -> None:
+        self._work, self._job, self._progress = work, job, progress
+        self._nodes = [Node(work / f"node-{number}") for number in range(1, job.nodes + 1)]
+        self._choose = random.Random(job.seed)
+        self._starts: list[Start] = []
+
+    def run(self) -> DemoResult:
+        """The reference, and then a run that loses a rank, a node, and all but the zarr tier."""
+        losses = [self._lose_rank, self._lose_node, self._lose_all]
+        if self._job.nodes == 1:
+            losses.remove(self._lose_node)  # it would be all
+        self._start("").finish(self._tell("reference, uninterrupted and without a store"))
+        references = [Reference.of(rows) for rows in self._starts[0].journals()]
+        typical_s = statistics.median(references[0].seconds)
+        start = self._start(self._job.store)
+        recoveries: list[Recovery] = []
+        for number, lose in enumerate(losses, 1):
+            part = (number + self._choose.uniform(-0.3, 0.3)) / (len(losses) + 1)
+            step, rest = divmod(self._job.steps * part, 1.0)
+            since = recoveries[-1].restored if recoveries else 0
+            loss = lose(start, _Moment(int(step), rest * typical_s, since))
+            start = self._start(self._job.store)
+            recoveries.append(self._recovery(start, loss))
+        start.finish(self._tell("training to the end"))
+        return self._result(references, recoveries)
+
+    def end(self) -> None:
+        """End everything."""
+        for start in self._starts:
+            start.kill(range(self._job.size))
+        for node in self._nodes:
+            node.kill_agent()
+
+    def _start(self, store: str) -> Start:
+        folder = self._work / f"start-{len(self._starts)}"
+        job = dataclasses.replace(self._job, folder=folder, store=store)
+        self._starts.append(Start(job, self._nodes))
+        return self._starts[-1]
+
+    def _tell(self, what: str) -> Callable[[int], None]:
+        return lambda step: self._progress(what, step, self._job.steps)
+
+    def _lose_rank(self, start: Start, when: _Moment) -> Loss:
+        rank = self._choose.randrange(self._job.size)
+        return self._lose(start, f"rank {rank}", [rank], [], self._held, when)
+
+    def _lose_node(self, start: Start, when: _Moment) -> Loss:
+        number = self._choose.randrange(self._job.nodes)
+        here = self._job.ranks_per_node
+        ranks = range(number * here, (number + 1) * here)
+        node = self._nodes[number]
+        return self._lose(start, node.name, ranks, [node], self._held, when)
+
+    def _lose_all(self, start: Start, when: _Moment) -> Loss:
+        def drained() -> int:
+            return start.drained() - 1  # the extras of a step may come a drain later
+
+        everyone = range(self._job.size)
+        return self._lose(start, "all but zarr", everyone, self._nodes, drained, when)
+
+    def _held(self) -> int:
+        """The newest step that the agents say k+1 of them have."""
+        return max(node.watermark(self._job.run) for node in self._nodes)
+
+    def _lose(
+        self, start: Start, what: str, ranks: Sequence[int], nodes: Sequence[Node],
+        kept: Callable[[], int], when: _Moment,
+    ) -> Loss:  # fmt: skip
+        """Let ranks and nodes die in the middle of a step, once something newer has been kept."""
+        start.until(
+            lambda: start.finished() >= when.step and kept() > when.since,
+            f"the moment to lose {what}", self._tell(f"training, about to lose {what}"),
         )  # fmt: skip
-        self._beat: Beat | None = None
+        time.sleep(when.wait_s)
+        least, phase, moment = kept(), start.phase(ranks[0]), time.monotonic()
+        start.kill(ranks)
+        for node in nodes:
+            node.lose()
+        return Loss(what=what, after=start.finished(), phase=phase, kept=least, at=moment)
 
-    def beat(self) -> tuple[int, str]:
-        """Last finished step and phase."""
-        if self._beat is None:
-            path = self.folder / "beat"
-            if not path.exists() or path.stat().st_size < 16:
-                return -1, "start"
-            self._beat = Beat(path, create=False)
-        return self._beat.read()
-
-    def until(self, reached: Callable[[int, str], bool], tell: Callable[[int], None]) -> None:
-        """Wait until ``reached(step, phase)``; raises `DemoError` if the process ends before."""
-        deadline = time.monotonic() + PROCESS_S
-        while True:
-            step, phase = self.beat()
-            tell(max(step, 0))
-            if reached(step, phase):
-                return
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                self.kill()
-                raise self.failure()
-            time.sleep(POLL_S)
-
-    def wait(self, tell: Callable[[int], None]) -> None:
-        """Wait for the process to end well."""
-        deadline = time.monotonic() + PROCESS_S
-        while self.process.poll() is None and time.monotonic() < deadline:
-            tell(max(self.beat()[0], 0))
-            time.sleep(0.05)
-        if self.process.poll() != 0:
-            self.kill()
-            raise self.failure()
-
-    def kill(self) -> None:
-        """SIGKILL, whatever the process is doing."""
-        self.process.send_signal(signal.SIGKILL)
-        self.process.wait(timeout=60)
-
-    def failure(self) -> DemoError:
-        """What the process printed last, as an error."""
-        text = (self.folder / "output.txt").read_text(errors="replace")[-2000:]
-        return DemoError(
-            f"the {self.role} process ended with {self.process.returncode}:\n{text}",
-            path=str(self.folder),
-        )
-
-    def rows(self) -> Iterator[dict[str, Any]]:
-        """The journal; a line cut off by the kill is left out."""
-        for line in (self.folder / "journal.jsonl").read_text().splitlines():
-            try:
-                yield json.loads(line)
-            except ValueError:
-                return
-
-
-def run_demo(
-    work: Path, store: str, *, steps: int, rounds: int, seed: int, progress: Progress
-) -> DemoResult:
-    """Run the whole demo: the reference once, then ``rounds`` kills."""
-    reference, state_bytes, parameters = _run_reference(work, steps, seed, progress)
-    choose = random.Random(seed)
-    results = []
-    for number in range(1, rounds + 1):
-        moment = choose.uniform(0.1, 0.9) * steps
-        folder = work / f"round-{number}"
-        results.append(
-            _run_round(folder, store, f"demo-{os.getpid()}-{number}", reference, moment,
-                       steps=steps, seed=seed, progress=progress)
+    def _recovery(self, start: Start, loss: Loss) -> Recovery:
+        """What the ranks say of their restore, once all have made a step."""
+        tell = self._tell(f"{loss.what} lost, recovering")
+        start.until(lambda: start.finished() > 0, "a step after a loss", tell)
+        journals = start.journals()
+        reports = [next(row for row in rows if "restored" in row) for rows in journals]
+        back = max(next(row["at"] for row in rows if "at" in row) for rows in journals)
+        tiers: Counter[str] = Counter()
+        for report in reports:
+            tiers.update(report["tiers"])
+        return Recovery(
+            loss=loss, restored=reports[0]["restored"], tiers=dict(sorted(tiers.items())),
+            restore_s=max(report["restore_s"] for report in reports), back_s=back - loss.at,
+            certificate=reports[0]["certificate"], reasons=tuple(reports[0]["reasons"]),
         )  # fmt: skip
-    return DemoResult(
-        steps=steps, parameters=parameters, state_bytes=state_bytes,
-        reference_step_s=statistics.median(reference.seconds), rounds=tuple(results),
-    )  # fmt: skip
+
+    def _result(self, references: list[Reference], recoveries: list[Recovery]) -> DemoResult:
+        differences, times, job = [], [], self._job
+        for number, start in enumerate(self._starts[1:], 1):
+            for rank, rows in enumerate(start.journals()):
+                found = references[rank].differences(rows)
+                differences += [f"start {number}, rank {rank}, {what}" for what in found]
+                times += [row["seconds"] for row in rows if "seconds" in row]
+        for each in recoveries:
+            if not each.loss.kept <= each.restored <= each.loss.after + 1:
+                differences.append(f"restored to step {each.restored} after {each.loss}")
+        finals = [row for rows in self._starts[-1].journals() for row in rows if "final" in row]
+        if len(finals) < job.size:
+            differences.append("not all ranks have come to the end")
+        parameters = references[0].parameters
+        return DemoResult(
+            nodes=job.nodes, ranks_per_node=job.ranks_per_node, steps=job.steps,
+            parameters=parameters, state_bytes=parameters * 3 * 4,
+            bytes_per_step=_bytes_per_step(job.store, job.run, job.size),
+            step_s=statistics.median(times),
+            reference_step_s=statistics.median(s for each in references for s in each.seconds),
+            recoveries=tuple(recoveries), differences=tuple(differences),
+        )  # fmt: skip
 
 
-def _run_reference(
-    work: Path, steps: int, seed: int, progress: Progress
-) -> tuple[Reference, int, int]:
-    child = Child("reference", work / "reference", steps=steps, seed=seed)
-    child.wait(lambda step: progress("reference, uninterrupted and without a store", step, steps))
-    reference = Reference()
-    sizes = {"state_bytes": 0, "parameters": 0}
-    for row in child.rows():
-        sizes.update({name: row[name] for name in sizes if name in row})
-        if "step" in row:
-            reference.digests[row["step"]] = row["digests"]
-        if "loss" in row:
-            reference.losses[row["step"]] = row["loss"]
-            reference.seconds.append(row["seconds"])
-    return reference, sizes["state_bytes"], sizes["parameters"]
-
-
-def _run_round(
-    folder: Path, store: str, run: str, reference: Reference, moment: float, *,
-    steps: int, seed: int, progress: Progress,
-) -> Round:  # fmt: skip
-    options = {"run": run, "store": store, "cache": str(folder / "lmdb")}
-    typical_s = statistics.median(reference.seconds)
-
-    first = Child("train", folder / "first", steps=steps, seed=seed, **options)
-    first.until(
-        lambda step, phase: step >= int(moment) or (int(moment) == 0 and phase != "start"),
-        lambda step: progress("training, about to be killed", step, steps),
-    )
-    time.sleep(moment % 1.0 * typical_s)
-    first.kill()
-    killed_after, killed_in = first.beat()
-    killed_after = max(killed_after, 0)
-
-    second = Child("train", folder / "second", steps=steps, seed=seed, **options)
-    second.until(
-        lambda step, phase: phase == "done",
-        lambda step: progress("restored, and training to the end", step, steps),
-    )
-    second.kill()  # and with it goes the machine: nothing was flushed
-    shutil.rmtree(folder / "lmdb")
-
-    third = Child("inspect", folder / "third", steps=steps, seed=seed, **options)
-    third.wait(lambda step: progress("the machine is lost: restored from objects alone", 0, steps))
-    return _judge(reference, steps, (killed_after, killed_in), first, second, third)
-
-
-def _judge(
-    reference: Reference, steps: int, killed: tuple[int, str], first: Child, second: Child,
-    third: Child,
-) -> Round:  # fmt: skip
-    differences: list[str] = []
-    resumed = list(second.rows())
-    restored = next(row for row in resumed if "restored" in row)
-    final = next(row for row in resumed if "final" in row)
-    lost = next(row for row in third.rows() if "restored" in row)
-    times = [row["seconds"] for row in (*first.rows(), *resumed) if "loss" in row]
-
-    _compare(reference, restored["restored"], restored["digests"], "restored", differences)
-    _compare(reference, steps, final["digests"], "final", differences)
-    _compare(reference, lost["restored"], lost["digests"], "lost machine", differences)
-    for row in (*first.rows(), *resumed):
-        if "loss" in row and row["loss"] != reference.losses[row["step"]]:
-            differences.append(f"loss of step {row['step']}")
-    if not killed[0] - (WINDOW + 1) <= restored["restored"] <= killed[0] + 1:
-        differences.append(f"restored to {restored['restored']}, killed after {killed[0]}")
-    if lost["restored"] < steps - (OBJECT_LAG + WINDOW + 1):
-        differences.append(f"objects alone gave step {lost['restored']}")
-
-    status = final["status"]
-    taken = max(1, status["stored"] - restored["restored"])
-    return Round(
-        killed_after=killed[0], killed_in=killed[1], restored=restored["restored"],
-        tier=_names(restored["tiers"]), restore_s=restored["seconds"],
-        certificate=restored["certificate"], lost_to=lost["restored"],
-        lost_tier=_names(lost["tiers"]), lost_restore_s=lost["seconds"],
-        lost_certificate=lost["certificate"], lost_behind=steps - lost["restored"],
-        step_s=statistics.median(times), bytes_per_step=status["bytes_stored"] / taken,
-        background_s=status["background_cpu_s"] / taken, differences=tuple(differences),
-    )  # fmt: skip
-
-
-def _names(tiers: dict[str, int]) -> str:
-    return " + ".join(sorted(tiers)) or "none"
-
-
-def _compare(
-    reference: Reference, step: int, digests: dict[str, str], what: str, differences: list[str]
-) -> None:
-    expected = reference.digests[step]
-    wrong = [name for name in {*expected, *digests} if expected.get(name) != digests.get(name)]
-    differences.extend(f"{what}, step {step}: {name}" for name in sorted(wrong))
+def _bytes_per_step(url: str, run: str, ranks: int) -> float:
+    """What a step takes in the far tier: a delta and an extra of each rank, as the mean is."""
+    store = open_for_reading(url)
+    try:
+        catalog = read_catalog([store.far], run)
+    finally:
+        store.close()
+    kinds = (catalog.deltas, catalog.extras)
+    sizes = [[ref.nbytes for refs in kind.values() for ref in refs] for kind in kinds]
+    return ranks * sum(statistics.mean(each) for each in sizes)
 
 
 def settings_line() -> str:

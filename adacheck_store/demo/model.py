@@ -14,7 +14,7 @@ VOCABULARY = 256
 CONTEXT = 128
 WIDTH = 384
 LAYERS = 6
-HEADS = 6
+HEAD_WIDTH = 64
 DROPOUT = 0.1
 TEXT_BYTES = 8 << 20
 
@@ -22,23 +22,23 @@ TEXT_BYTES = 8 << 20
 class Layer(nn.Module):
     """One transformer layer: causal attention and a feed-forward network, pre-norm."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm_1 = nn.LayerNorm(WIDTH)
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-        self.proj = nn.Linear(WIDTH, WIDTH)
-        self.norm_2 = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 4 * WIDTH)
-        self.down = nn.Linear(4 * WIDTH, WIDTH)
+        self.norm_1 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.proj = nn.Linear(width, width)
+        self.norm_2 = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(batch, length, WIDTH) -> the same shape."""
-        batch, length, _ = x.shape
-        heads = self.qkv(self.norm_1(x)).view(batch, length, 3, HEADS, WIDTH // HEADS)
+        """(batch, length, width) -> the same shape."""
+        batch, length, width = x.shape
+        heads = self.qkv(self.norm_1(x)).view(batch, length, 3, -1, HEAD_WIDTH)
         q, k, v = heads.permute(2, 0, 3, 1, 4)
         dropout = DROPOUT if self.training else 0.0
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout)
-        x = x + self._drop(self.proj(mixed.transpose(1, 2).reshape(batch, length, WIDTH)))
+        x = x + self._drop(self.proj(mixed.transpose(1, 2).reshape(batch, length, width)))
         return x + self._drop(self.down(functional.gelu(self.up(self.norm_2(x)))))
 
     def _drop(self, x: torch.Tensor) -> torch.Tensor:
@@ -46,15 +46,15 @@ class Layer(nn.Module):
 
 
 class ByteGPT(nn.Module):
-    """A GPT over bytes, its output layer tied to its embedding."""
+    """A GPT over bytes, its output layer tied to its embedding; ``width`` is a multiple of 64."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
-        self.positions = nn.Embedding(CONTEXT, WIDTH)
-        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
-        self.norm = nn.LayerNorm(WIDTH)
-        self.output = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.tokens = nn.Embedding(VOCABULARY, width)
+        self.positions = nn.Embedding(CONTEXT, width)
+        self.layers = nn.ModuleList(Layer(width) for _ in range(LAYERS))
+        self.norm = nn.LayerNorm(width)
+        self.output = nn.Linear(width, VOCABULARY, bias=False)
         self.output.weight = self.tokens.weight
         nn.init.normal_(self.tokens.weight, std=0.02)
 
