@@ -59,6 +59,8 @@ class Node:
         self.store = folder / "store"
         self.port = free_port()
         self.processes: list[subprocess.Popen[str]] = []
+        self.prefix: list[str] = []
+        """Words before a command that make it run on the node."""
 
     @property
     def env(self) -> dict[str, str]:
@@ -76,8 +78,8 @@ class Node:
         """Start a python module in a process on the node, with a failpoint armed there."""
         armed = {"ADACHECK_FAILPOINT": fail} if fail else {}
         process = subprocess.Popen(
-            [sys.executable, "-m", *words], env=self.env | armed, cwd=ROOT, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **how,
+            [*self.prefix, sys.executable, "-m", *words], env=self.env | armed, cwd=ROOT, text=True,
+            **{"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, **how},
         )  # fmt: skip
         self.processes.append(process)
         return process

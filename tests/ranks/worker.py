@@ -25,10 +25,10 @@ _context.set_forkserver_preload(  # what making an optimizer, and sharding a mod
 )  # fmt: skip
 
 
-def build(kind: str, rank: int, ranks: int):
-    """Model, optimizer, schedule and loader of a rank.
+def build(kind: str, rank: int, ranks: int, *, steps: int = STEPS, width: int = 37):
+    """Model, optimizer, schedule and loader of a rank, for so many steps.
 
-    ``fsdp``: rows do not divide by the ranks. ``ddp``: with a BatchNorm. ``plain``: each rank has
+    ``fsdp``: rows do not divide by the ranks, and of one row all ranks but the first have none. ``ddp``: with a BatchNorm. ``plain``: each rank has
     a model of its own under the same names, and nothing says so. ``grow``: so too, and the last
     layer is trained from a later step on only.
     """
@@ -37,9 +37,9 @@ def build(kind: str, rank: int, ranks: int):
 
     torch.set_num_threads(1)
     torch.manual_seed(11 + rank * (kind in ("plain", "grow")))
-    layers = [nn.Linear(9, 37), nn.Dropout(0.2), nn.GELU(), nn.Linear(37, 5)]
+    layers = [nn.Linear(9, width), nn.Dropout(0.2), nn.GELU(), nn.Linear(width, 5)]
     if kind != "fsdp":
-        layers.insert(1, nn.BatchNorm1d(37))
+        layers.insert(1, nn.BatchNorm1d(width))
     model = nn.Sequential(*layers, nn.Linear(5, 1))
     if kind == "fsdp":
         from torch.distributed.fsdp import fully_shard
@@ -55,10 +55,10 @@ def build(kind: str, rank: int, ranks: int):
     optimizer = torch.optim.AdamW(
         [p for p in first.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.1, fused=True
     )
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     random.seed(100 + rank)
     torch.manual_seed(100 + rank)
-    data = torch.utils.data.TensorDataset(torch.randn(16 * STEPS, 9), torch.randn(16 * STEPS, 1))
+    data = torch.utils.data.TensorDataset(torch.randn(16 * steps, 9), torch.randn(16 * steps, 1))
     loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)
     return model, optimizer, schedule, loader
 
@@ -111,7 +111,7 @@ def grow(kind: str, model, optimizer, number: int) -> None:
         optimizer.add_param_group({"params": list(model[-1].parameters()), "lr": 1e-3})
 
 
-def _evaluate(model, number: int) -> None:
+def evaluate(model, number: int) -> None:
     """Between two updates: FSDP2 leaves the root's parameters whole after this."""
     import torch
 
@@ -120,6 +120,47 @@ def _evaluate(model, number: int) -> None:
         with torch.no_grad():
             model(torch.ones(4, 9))
         model.train()
+
+
+def told(report, model, optimizer, schedule) -> dict:
+    """A restore as a row of a journal."""
+    return {
+        "restored": report.step, "digest": digest(model, optimizer, schedule),
+        "certificate": str(report.certificate), "reasons": list(report.reasons),
+        "lost": report.lost, "tiers": sorted(report.tiers or {}),
+    }  # fmt: skip
+
+
+def writes(journal):
+    """A function that writes a row of a journal, so that the death of the process keeps it."""
+
+    def write(**row) -> None:
+        journal.write(json.dumps(row) + "\n")
+        journal.flush()
+
+    return write
+
+
+def rows_of(journal: Path) -> list[dict]:
+    """The whole lines of a journal."""
+    found = []
+    for line in (journal.read_text() if journal.exists() else "").splitlines():
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            break
+    return found
+
+
+def check_rows(known: dict[int, tuple[str, str]], rows: list[dict]) -> None:
+    """Everything that a rank has told equals the uninterrupted run."""
+    for row in rows:
+        if "restored" in row:
+            assert row["digest"] == known[row["restored"]][0], row
+        if "loss" in row:
+            assert row["loss"] == known[row["step"]][1], row
+        if "final" in row:
+            assert row["digest"] == known[row["final"]][0], row
 
 
 def _join(rank: int, ranks: int, port: int, prefix: str):
@@ -132,14 +173,14 @@ def _join(rank: int, ranks: int, port: int, prefix: str):
     )
 
 
-def _reference(out: str, rank: int, ranks: int, port: int, kind: str) -> None:
+def _reference(out: str, rank: int, ranks: int, port: int, kind: str, sizes: dict) -> None:
     _join(rank, ranks, port, f"reference-{kind}-{ranks}")
-    model, optimizer, schedule, loader = build(kind, rank, ranks)
+    model, optimizer, schedule, loader = build(kind, rank, ranks, **sizes)
     rows = {0: (digest(model, optimizer, schedule), "")}
-    for number, batch in zip(range(1, STEPS + 1), loader, strict=False):
+    for number, batch in zip(range(1, sizes.get("steps", STEPS) + 1), loader, strict=False):
         grow(kind, model, optimizer, number)
         loss = step(model, optimizer, schedule, batch)
-        _evaluate(model, number)
+        evaluate(model, number)
         rows[number] = (digest(model, optimizer, schedule), loss.hex())
     Path(out).write_text(json.dumps(rows))
 
@@ -164,11 +205,7 @@ def _train(out: str, rank: int, ranks: int, port: int, prefix: str, kind: str, o
     warnings.simplefilter("error")
     before = digest(model, optimizer, schedule)
     with open(out, "w", encoding="utf-8") as journal:
-
-        def write(**row) -> None:
-            journal.write(json.dumps(row) + "\n")
-            journal.flush()
-
+        write = writes(journal)
         given = {
             "run": "e2e", "store": options["store"], "window": WINDOW, "base_every": BASE_EVERY,
             "object_lag": OBJECT_LAG, "group": find_group(options.get("timeout_s", 60.0)),
@@ -189,9 +226,7 @@ def _train(out: str, rank: int, ranks: int, port: int, prefix: str, kind: str, o
                 write(refused=str(error), error=type(error).__name__,
                       touched=digest(model, optimizer, schedule) != before)  # fmt: skip
                 return
-            write(restored=report.step, digest=digest(model, optimizer, schedule),
-                  certificate=str(report.certificate), reasons=list(report.reasons),
-                  lost=report.lost, tiers=sorted(report.tiers or {}))  # fmt: skip
+            write(**told(report, model, optimizer, schedule))
             if options.get("inspect"):
                 return
             for number, batch in enumerate(ckpt.batches(loader), report.step + 1):
@@ -199,7 +234,7 @@ def _train(out: str, rank: int, ranks: int, port: int, prefix: str, kind: str, o
                     break
                 grow(kind, model, optimizer, number)
                 loss = step(model, optimizer, schedule, batch)
-                _evaluate(model, number)
+                evaluate(model, number)
                 assert ckpt.end_step() == number
                 write(step=number, loss=loss.hex())
                 time.sleep(options.get("pause_s", 0.0))
@@ -225,13 +260,13 @@ class Launcher:
         self.server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.attempts = 0
 
-    def reference(self) -> list[dict[int, tuple[str, str]]]:
-        """Digest and loss of every step of the uninterrupted run, by rank."""
+    def reference(self, **sizes: int) -> list[dict[int, tuple[str, str]]]:
+        """Digest and loss of every step of the uninterrupted run, by rank; ``sizes`` for `build`."""
         outs = [self.folder / f"reference-{self.kind}-{rank}.json" for rank in range(self.ranks)]
         processes = [
             _context.Process(
                 target=_reference,
-                args=(str(out), rank, self.ranks, self.server.port, self.kind), daemon=True,
+                args=(str(out), rank, self.ranks, self.server.port, self.kind, sizes), daemon=True,
             )
             for rank, out in enumerate(outs)
         ]  # fmt: skip
@@ -296,14 +331,7 @@ class Attempt:
 
     def rows(self, rank: int) -> list[dict]:
         """The whole lines of a rank's journal."""
-        found = []
-        out = self.outs[rank]
-        for line in (out.read_text() if out.exists() else "").splitlines():
-            try:
-                found.append(json.loads(line))
-            except ValueError:
-                break
-        return found
+        return rows_of(self.outs[rank])
 
     def last_step(self) -> int:
         """The last step that all ranks finished, -1 if none."""
@@ -323,10 +351,4 @@ class Attempt:
 def check_against(reference: list[dict[int, tuple[str, str]]], attempt: Attempt) -> None:
     """Everything the ranks reported equals the uninterrupted run."""
     for rank, known in enumerate(reference):
-        for row in attempt.rows(rank):
-            if "restored" in row:
-                assert row["digest"] == known[row["restored"]][0], (rank, row)
-            if "loss" in row:
-                assert row["loss"] == known[row["step"]][1], (rank, row)
-            if "final" in row:
-                assert row["digest"] == known[row["final"]][0], (rank, row)
+        check_rows(known, attempt.rows(rank))
