@@ -24,7 +24,7 @@ from .catalog import Catalog, read_catalog
 from .fetch import BlocksLostError, Fetcher
 from .group import SOLO, Group, lead, share
 from .plan_json import decode_plan, encode_plan
-from .recovery import RestorePlan, plan_restore
+from .recovery import NOWHERE, Nearness, RestorePlan, nearer, plan_restore
 
 T = TypeVar("T")
 
@@ -49,9 +49,11 @@ class Outcome(Generic[T]):
 class _Planner:
     """Plans on rank 0, again and again: each time without what was found damaged meanwhile."""
 
-    def __init__(self, catalog: Catalog, step: int | None, term: str) -> None:
+    def __init__(
+        self, catalog: Catalog, step: int | None, term: str, near: Nearness = NOWHERE
+    ) -> None:
         self._catalog = catalog
-        self._step, self._term = step, term
+        self._step, self._term, self._near = step, term, near
         self._newest = -1
         self._reasons: list[str] = []
         self._damage: AdaCheckError | None = None
@@ -65,6 +67,7 @@ class _Planner:
         self._newest = max(self._newest, plan.newest)
         lost = self._step is None and plan.step < self._newest
         unread = _unread(self._catalog, lost)
+        plan = nearer(plan, self._catalog, self._near)
         return dataclasses.replace(
             plan, newest=self._newest, reasons=(*plan.reasons, *self._reasons, *unread)
         )
@@ -89,18 +92,20 @@ def carry_out(
     tiers: Sequence[Tier], run: str, work: Callable[[Fetcher, RestorePlan], T], *,
     step: int | None = None, term: str = "", catalog: Catalog | None = None,
     group: Group = SOLO, check: Callable[[RestorePlan], None] = lambda plan: None,
+    near: Nearness = NOWHERE,
 ) -> Outcome[T]:  # fmt: skip
     """Plan, and do ``work``; where it meets damage, again with the newest step left without it.
 
     ``work`` is done once for every plan tried: it must begin anew each time. In a group rank 0
     plans, all do their work, and all go on to the next plan or return. ``check`` may refuse a
-    plan. Raises `RestoreError`, `NotProvableError`, or what made every candidate fail.
+    plan; ``near`` see `recovery.nearer`. Raises `RestoreError`, `NotProvableError`, or what made
+    every candidate fail.
     """
     if group.rank != 0:
         catalog = Catalog(run=run)
     elif catalog is None:
         catalog = read_catalog(tiers, run)
-    planner = _Planner(catalog, step, term)
+    planner = _Planner(catalog, step, term, near)
 
     def planned() -> RestorePlan:
         plan = planner.plan()

@@ -43,6 +43,9 @@ class RecordRef:
     since: int = -1
 
 
+_Table = Mapping[tuple[str, str], tuple[RecordRef, ...]]
+
+
 class Gaps:
     """Steps of a part through which nothing may be folded: from a gap's first to its base's.
 
@@ -127,11 +130,25 @@ class Catalog:
         }  # fmt: skip
         return dataclasses.replace(self, manifests=manifests)
 
+    def held_by(self, tiers: Collection[str], part: str) -> Catalog:
+        """The catalog of a part's records that one of these tiers has, and nothing else."""
+
+        def keep(table: _Table) -> _Table:
+            return {
+                place: tuple(ref for ref in refs if not set(tiers).isdisjoint(ref.tiers))
+                for place, refs in table.items() if place[1] == part
+            }  # fmt: skip
+
+        told = {place: self._told(place) for place in self.bases if place[1] == part}
+        return dataclasses.replace(
+            self, bases=keep(self.bases), deltas=keep(self.deltas), extras={}, gap_spans=told
+        )
+
     def without(self, lost: Iterable[tuple[str, str]]) -> Catalog:
         """The catalog less some (tier, key) pairs whose blocks did not verify."""
         gone = set(lost)
 
-        def keep(table: Mapping[tuple[str, str], tuple[RecordRef, ...]]) -> Any:
+        def keep(table: _Table) -> _Table:
             result = {}
             for place, refs in table.items():
                 kept = []

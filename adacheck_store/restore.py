@@ -32,7 +32,7 @@ from .drift import Drift, measure, stretch, too_much
 from .fetch import ArrayReader, BlocksLostError, Fetcher
 from .fold import Fold, FoldReport
 from .group import SOLO, Group
-from .recovery import PartPlan, Prover, RestorePlan, tolerant_line
+from .recovery import NOWHERE, Nearness, PartPlan, RestorePlan
 from .state import PartState
 
 
@@ -131,27 +131,19 @@ def refuse_unknown(catalog: Catalog) -> None:
 def restore_state(
     tiers: Sequence[Tier], run: str, *, step: int | None = None, term: str = "",
     catalog: Catalog | None = None, max_drift: float = float("inf"), group: Group = SOLO,
-    own: tuple[str, str] | None = None, here: frozenset[str] = frozenset(),
+    own: tuple[str, str] | None = None, near: Nearness = NOWHERE,
     check: Callable[[RestorePlan], None] = lambda plan: None,
 ) -> Restored:  # fmt: skip
     """The newest provable state of a run (or that of ``step``), fetched, verified and folded.
 
     Tiers are given nearest first. Where this machine's arithmetic is not the trainer's, the drift
     of such folds is measured; if it is above ``max_drift`` no delta is folded. ``own`` is the part
-    and the rank that are fetched (all, if not given), from the tiers ``here`` if they suffice.
-    Raises `RestoreError`, `NotProvableError`,
-    or what made every candidate fail.
+    and the rank that are fetched (all, if not given); ``near`` see `recovery.nearer`. Raises
+    `RestoreError`, `NotProvableError`, or what made every candidate fail.
     """
 
-    first = True
-
     def work(fetcher: Fetcher, whole: RestorePlan) -> _Fetched:
-        nonlocal first
         plan = whole if own is None else _only(whole, *own)
-        if first and own is not None and here:  # damage there ends in what all agree on
-            local = [tier for tier in tiers if tier.traits.name in here]
-            plan = _from_here(plan, read_catalog(local, run), own)
-        first = False
         parts, reports = fetch_parts(fetcher, tiers, plan)
         extras = {rank: read_extra(fetcher, refs) for rank, refs in plan.extras.items()}
         drift = None
@@ -161,7 +153,7 @@ def restore_state(
         return parts, reports, extras, drift
 
     done = carry_out(
-        tiers, run, work, step=step, term=term, catalog=catalog, group=group, check=check
+        tiers, run, work, step=step, term=term, catalog=catalog, group=group, check=check, near=near
     )
     parts, reports, extras, drift = done.result
     mine = done.plan if own is None else _only(done.plan, *own)
@@ -178,27 +170,6 @@ def _only(plan: RestorePlan, part: str, rank: str) -> RestorePlan:
         plan, parts=tuple(item for item in plan.parts if item.part == part),
         extras={name: refs for name, refs in plan.extras.items() if name == rank},
     )  # fmt: skip
-
-
-def _from_here(plan: RestorePlan, local: Catalog, own: tuple[str, str]) -> RestorePlan:
-    """The plan from records that lie on this node alone, where they give the same states exactly.
-
-    Rather a longer fold than a base over the network.
-    """
-    if local.empty:
-        return plan
-    mine = local.only(own[:1], own[1:])
-    try:
-        found = Prover(mine, tolerant_line(mine, plan.term)).prove(plan.step)
-    except RestoreError:  # nothing of that term is here
-        return plan
-    if not isinstance(found, RestorePlan) or [part.link for part in found.parts] != [
-        part.link for part in plan.parts
-    ]:
-        return plan
-    if any(part.base.exactness == "bounded" for part in (*plan.parts, *found.parts)):
-        return plan
-    return dataclasses.replace(plan, parts=found.parts)
 
 
 def _drift(

@@ -32,7 +32,7 @@ from .catalog import Catalog, RecordRef, Trouble, read_catalog
 from .config import Settings, arm_failpoints
 from .group import SOLO, Group, lead, same, share, together
 from .opening import Opened, Opening, without_unbegun
-from .recovery import RestorePlan
+from .recovery import NOWHERE, RestorePlan
 from .restore import Restored, refuse_unknown, restore_state
 from .revisions import Revisions
 from .status import Background, Status, status_of, unsaved
@@ -162,7 +162,7 @@ class RunSession:
             self.store.tiers, self.run, step=step, term=term,
             catalog=self._catalog if self.group.rank == 0 else None,
             max_drift=self.settings.max_drift, group=self.group, own=(self.part, self.rank),
-            here=self._crew.here if self._crew else frozenset(), check=self._check_ranks,
+            near=self._crew.near_to if self._crew else NOWHERE, check=self._check_ranks,
         )  # fmt: skip
         self._decided = True
         return self._restored

@@ -19,8 +19,13 @@ import torch.distributed as dist
 from adacheck_store.format.errors import GroupError
 from adacheck_store.group import SOLO, Group, named
 
+from .life import DEAD, Life
+
 TIMEOUT_S = 600.0
 """Longest wait for the other ranks: each may have gigabytes to fetch and fold meanwhile."""
+
+SILENT_S = 30.0
+"""After how long without a sign of life a rank counts as dead."""
 
 POLL_S = (0.01, 0.5)
 """First and longest pause before looking again whether rank 0 has let us in."""
@@ -38,15 +43,19 @@ class StoreGroup:
 
     def __init__(
         self, store: Any, rank: int, size: int, *, prefix: str = "adacheck",
-        timeout_s: float = TIMEOUT_S,
+        timeout_s: float = TIMEOUT_S, silent_s: float = SILENT_S,
     ) -> None:  # fmt: skip
         from torch.distributed import distributed_c10d  # absent where torch has no distributed
 
         self.rank = rank
         self.size = size
-        own = store.clone() if hasattr(store, "clone") else store  # waiting keeps others out
-        self._store: Any = distributed_c10d.PrefixStore(prefix, own)
-        self._timeout_s = timeout_s
+        self._store: Any = distributed_c10d.PrefixStore(prefix, store)
+        self._other: Any = None
+        if hasattr(store, "clone"):  # else a thread that waits keeps others out
+            self._store = distributed_c10d.PrefixStore(prefix, store.clone())
+            self._other = distributed_c10d.PrefixStore(prefix, store.clone())
+        self._timeout_s, self._silent_s = timeout_s, silent_s
+        self._life: Life | None = None
         self._room = ""
         self._round = 0
         self._mine: list[str] = []
@@ -86,6 +95,7 @@ class StoreGroup:
             why = str(error) if isinstance(error, GroupError) else (
                 f"the store of torch.distributed does not answer: {error}"
             )  # fmt: skip
+            self._life = None
             self._broken = GroupError(
                 why, hint="all ranks must attach, restore and begin together; see the other "
                 "ranks' output, and start all of them again",
@@ -95,6 +105,7 @@ class StoreGroup:
     def _open(self) -> str:
         """Rank 0 opens a room, and closes the door behind all others, named by their tokens."""
         room = secrets.token_hex(8)
+        self._live(room)
         self._store.set("room", room)
         tokens = self._wait_for(range(1, self.size), f"{room}/token", self._timeout_s)
         self._store.set(f"{room}/in", b" ".join(tokens))
@@ -110,6 +121,7 @@ class StoreGroup:
                 said = self._store.get("room").decode()
                 if said != room:
                     room, pause_s = said, POLL_S[0]
+                    self._live(room)
                     self._store.set(f"{room}/token/{self.rank}", token)
                 if self._store.check([f"{room}/in"]):
                     if token.encode() in self._store.get(f"{room}/in").split():
@@ -121,6 +133,10 @@ class StoreGroup:
             time.sleep(pause_s)
             pause_s = min(1.5 * pause_s, POLL_S[1])
 
+    def _live(self, room: str) -> None:
+        if self._other is not None:
+            self._life = Life(self._other, room, self.rank, self._silent_s)
+
     def _say(self, data: bytes) -> None:
         key = f"{self._room}/{self._round}/{self.rank}"
         self._store.set(key, data)
@@ -131,15 +147,25 @@ class StoreGroup:
 
     def _wait_for(self, ranks: Sequence[int], place: str, limit_s: float) -> list[bytes]:
         deadline = time.monotonic() + limit_s
-        keys = [f"{place}/{rank}" for rank in ranks]
+        keys = {rank: f"{place}/{rank}" for rank in ranks}
+        if self._life is not None:
+            self._life.await_(keys)
         try:
-            self._store.wait(keys, timedelta(seconds=limit_s))
+            self._store.wait(list(keys.values()), timedelta(seconds=limit_s))
         except RuntimeError as error:
             late = self._absent(ranks, place)
             if late and time.monotonic() >= deadline:
                 raise self._late(late, limit_s) from error
             raise
-        return [self._store.get(key) for key in keys]
+        finally:
+            if self._life is not None:
+                self._life.await_({})
+        found = {rank: self._store.get(key) for rank, key in keys.items()}
+        if dead := [rank for rank, said in found.items() if said == DEAD]:
+            raise GroupError(
+                f"{named(dead)} of {self.size} gave no sign of life for {self._silent_s:g} s"
+            )
+        return list(found.values())
 
     def _absent(self, ranks: Sequence[int], place: str) -> list[int]:
         return [rank for rank in ranks if not self._store.check([f"{place}/{rank}"])]
@@ -148,7 +174,7 @@ class StoreGroup:
         return GroupError(f"{named(ranks)} of {self.size} did not come in {limit_s:g} s")
 
 
-def find_group(timeout_s: float = TIMEOUT_S) -> Group:
+def find_group(timeout_s: float = TIMEOUT_S, silent_s: float = SILENT_S) -> Group:
     """The ranks of torch.distributed, where it is initialised with more than one process.
 
     Each call is another group: all ranks must attach the same number of times.
@@ -160,5 +186,5 @@ def find_group(timeout_s: float = TIMEOUT_S) -> Group:
     store: Any = distributed_c10d._get_default_store()
     return StoreGroup(
         store, dist.get_rank(), dist.get_world_size(), prefix=f"adacheck/{next(_attached)}",
-        timeout_s=timeout_s,
+        timeout_s=timeout_s, silent_s=silent_s,
     )  # fmt: skip

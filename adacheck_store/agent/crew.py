@@ -19,6 +19,7 @@ from adacheck_store.format.layout import Layout
 from adacheck_store.format.manifest import Manifest
 from adacheck_store.group import Group, lead, share
 from adacheck_store.placement import Node, domains, place
+from adacheck_store.recovery import Nearness
 from adacheck_store.store import Store, beside_agents
 from adacheck_store.tiers import credentials as keys
 from adacheck_store.tiers.base import Tier, TierTraits
@@ -114,9 +115,17 @@ class Crew:
         self.store = Store(url, self.near, far, (lower, *self._others(node), *others[0]), others[1])
 
     @property
-    def here(self) -> frozenset[str]:
-        """Names of the tiers that the own agent keeps on this node."""
-        return frozenset(tier.traits.name for tier in self.store.tiers[:2])
+    def near_to(self) -> Nearness:
+        """For every part what its rank's own agent has, then all memories, then all LMDBs too."""
+        memories = frozenset(f"agent {name}" for name in self._endpoints)
+        disks = frozenset(f"lmdb of {name}" for name in self._endpoints)
+        return {
+            part_name(rank): (
+                frozenset({f"agent {about['node']}", f"lmdb of {about['node']}"}),
+                memories, memories | disks,
+            )
+            for rank, about in enumerate(self._abouts)
+        }  # fmt: skip
 
     def _agree_on_key(self, own: Peer) -> Credentials:
         """One key for the run: an existing one wins, since agents without trainers know it."""

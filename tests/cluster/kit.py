@@ -6,16 +6,14 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from adacheck_store.store import open_store
 from adacheck_store.tiers.base import Tier
 from adacheck_store.tiers.lmdb import LmdbTier
-from tests.agent.kit import ROOT, Node, free_port, until
+from tests.agent.kit import Node, free_port, until
 from tests.agent.trainer import RUN
 from tests.cluster.network import Network
 from tests.ranks.worker import check_rows, rows_of
@@ -97,6 +95,7 @@ class Cluster:
         self.folder, self.network, self.reference = folder, network, reference
         self.hosts: dict[str, Host] = {}
         self.starts: list[Start] = []
+        self.agents: list[int] = []
         self.config = {
             "kind": kind, "sizes": dict(sizes), "run": RUN,
             "store": f"file://{folder}/store", "agents": {"memory": 128 << 20},
@@ -125,7 +124,9 @@ class Cluster:
         """Wait until every holder among these agents can produce a step of every chain."""
 
         def settled() -> bool:
-            chains = [chain for name in names for chain in self.host(name).status()["chains"].values()]
+            chains = [
+                chain for name in names for chain in self.host(name).status()["chains"].values()
+            ]
             held = [each["newest"] for chain in chains for each in chain["holders"].values()]
             return bool(held) and min(held) >= step
 
@@ -206,9 +207,11 @@ class Start:
     def one(self, restart: int, rank: int, name: str, value: Any = None) -> dict[str, Any]:
         """That row of a rank, waited for."""
 
+        launcher = self.processes[rank * len(self.hosts) // self.ranks]
+
         def told() -> dict[str, Any] | None:
             found = self.row(restart, rank, name, value)
-            if found is None and any(process.poll() is not None for process in self.processes):
+            if found is None and launcher.poll() is not None:
                 found = self.row(restart, rank, name, value)
                 assert found is not None, f"torchrun has ended: {self.log()}"
             return found

@@ -16,11 +16,13 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 import adacheck_store as ada
 from adacheck_store import restore, session
 from adacheck_store.format.errors import AdaCheckError, TermError
+from adacheck_store.trainer_hooks.ranks import find_group
 from tests.ranks.worker import build, digest, evaluate, step, told, writes
 
 
@@ -77,7 +79,12 @@ class Worker:
         use = None if agents is None else ada.Agents(
             domain=os.environ["ADACHECK_NODE"], listen=os.environ["LISTEN"], **agents
         )  # fmt: skip
-        given = {"run": self.config["run"], "store": self.config["store"], "agents": use}
+        given = {
+            "run": self.config["run"],
+            "store": self.config["store"],
+            "agents": use,
+            "group": find_group(silent_s=3.0),
+        }
         with ada.attach(model, optimizer, **given, **self.config["given"]) as ckpt:
             ckpt.track(schedule=schedule)
             arm(self.fault)
@@ -100,7 +107,9 @@ class Worker:
             touched = digest(*state) != before
             self.write(refused=str(error), error=type(error).__name__, touched=touched)
             raise
-        self.write(**told(report, *state), bytes=report.tiers or {}, crossed=crossed() - crossed_before)
+        self.write(
+            **told(report, *state), bytes=report.tiers or {}, crossed=crossed() - crossed_before
+        )
         return report
 
     def _train(self, ckpt: Any, done: int) -> None:
@@ -130,9 +139,13 @@ class Worker:
     def _go_on_alone(self, ckpt: Any, error: Exception) -> None:
         """What no trainer should: without the others, on and on, until it is told to stop."""
         self.write(alone=str(error)[:200])
+        model, optimizer = self.training[:2]
         try:
             while True:
-                self.training[1].step()
+                for parameter in model.parameters():
+                    if parameter.requires_grad:
+                        parameter.grad = torch.ones_like(parameter)
+                optimizer.step()
                 self.write(more=ckpt.end_step())
                 time.sleep(0.05)
         except TermError as fenced:
@@ -149,7 +162,9 @@ def join() -> None:
     A torchrun with pinned node ranks keeps its store over restarts, and torch looks for the others
     where the dead have been.
     """
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False
+    )
     dist.init_process_group(
         "gloo", store=dist.PrefixStore(f"restart {_restart()}", store),
         rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]),

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from adacheck_store.catalog import Catalog, Gaps, RecordRef
 from adacheck_store.format.errors import NotProvableError, RestoreError
 from adacheck_store.format.manifest import Manifest, PartEntry
-from adacheck_store.recovery import Prover, RestorePlan, plan_restore, tolerant_line
-from tests.core.histories import RUN, Author, History, Oracle, damaged, digest
+from adacheck_store.recovery import Prover, RestorePlan, nearer, plan_restore, tolerant_line
+from tests.core.histories import RUN, TIERS, Author, History, Oracle, damaged, digest
 
 P, R = "p000000", "r000000"
 
@@ -64,6 +64,40 @@ def compare(catalog: Catalog, history: History, term: str = "") -> None:
         above = [s for s in provable if s > step][:1]
         assert named == [*below, *above]
         assert caught.value.place["step"] == step
+
+
+def test_rather_a_longer_fold_than_a_base_from_afar():
+    """Each part comes from the nearest tiers that give it alone, and is the same state."""
+    moved = 0
+    for seed in range(600):
+        rng = random.Random(seed)
+        author = Author(rng)
+        author.write(rng.randrange(5, 40))
+        catalog = damaged(author.history, rng)
+        try:
+            plan = plan_restore(catalog)
+        except RestoreError:
+            continue
+        near = (frozenset(rng.sample(TIERS, 1)), frozenset(rng.sample(TIERS, 2)))
+        found = nearer(plan, catalog, {part.part: near for part in plan.parts})
+        carry_out(found, author.history, True)
+        for before, part in zip(plan.parts, found.parts, strict=True):
+            assert part.link == before.link
+            moved += part != before
+            place = (plan.term, part.part, plan.step, part.link)
+            if any(catalog.gaps(place).spans for place in catalog.bases):
+                continue  # what is blocked there the oracle cannot tell of tiers alone
+            alone = [
+                tiers for tiers in near
+                if part.layout in
+                Oracle(catalog.held_by(tiers, part.part), author.history).layouts(*place)
+            ]  # fmt: skip
+            if alone:
+                records = (part.base, *part.deltas)
+                assert all(alone[0] & set(ref.tiers) for ref in records)
+            else:
+                assert part == before
+    assert moved > 20
 
 
 @settings(max_examples=200)

@@ -1,6 +1,7 @@
 """Ranks over a store of c10d: rounds, time-outs, and what dead processes have left in it."""
 
 import threading
+import time
 
 import pytest
 import torch.distributed as dist
@@ -10,13 +11,13 @@ from adacheck_store.group import SOLO
 from adacheck_store.trainer_hooks.ranks import StoreGroup, find_group
 
 
-def on_ranks(store, size, work, *, absent=(), timeout_s=20.0):
+def on_ranks(store, size, work, *, absent=(), **limits):
     """Do work on every rank that is there; gives each one's result or what it raised."""
     results = [None] * size
 
     def run(rank):
         try:
-            results[rank] = work(StoreGroup(store, rank, size, timeout_s=timeout_s))
+            results[rank] = work(StoreGroup(store, rank, size, **{"timeout_s": 20.0, **limits}))
         except Exception as error:
             results[rank] = error
 
@@ -115,6 +116,29 @@ def test_who_leaves_in_between_is_named(store):
         return
 
     assert on_ranks(store, 2, work) == [None, None]
+
+
+def test_a_rank_that_has_died_is_not_waited_for(store):
+    """One that is at it for long is, however long it takes."""
+    died = threading.Event()
+
+    def work(group):
+        group.gather(b"x")
+        if group.rank == 1:
+            time.sleep(2.0)
+        group.gather(b"y")
+        if group.rank == 1:
+            group._life = None  # as if its process had been killed
+            died.set()
+            return
+        assert died.wait(20)
+        with pytest.raises(GroupError, match=r"rank 1 of 2 gave no sign of life for 0\.5 s"):
+            group.gather(b"z")
+        return
+
+    before = time.monotonic()
+    assert on_ranks(store, 2, work, timeout_s=60.0, silent_s=0.5) == [None, None]
+    assert time.monotonic() - before < 30
 
 
 def test_a_process_alone_is_no_group():

@@ -28,9 +28,9 @@ _context.set_forkserver_preload(  # what making an optimizer, and sharding a mod
 def build(kind: str, rank: int, ranks: int, *, steps: int = STEPS, width: int = 37):
     """Model, optimizer, schedule and loader of a rank, for so many steps.
 
-    ``fsdp``: rows do not divide by the ranks, and of one row all ranks but the first have none. ``ddp``: with a BatchNorm. ``plain``: each rank has
-    a model of its own under the same names, and nothing says so. ``grow``: so too, and the last
-    layer is trained from a later step on only.
+    ``fsdp``: rows do not divide by the ranks, and of one row all but the first have none. ``ddp``:
+    with a BatchNorm. ``plain``: each rank has a model of its own under the same names, and nothing
+    says so. ``grow``: so too, and the last layer is trained from a later step on only.
     """
     import torch
     from torch import nn
@@ -261,7 +261,7 @@ class Launcher:
         self.attempts = 0
 
     def reference(self, **sizes: int) -> list[dict[int, tuple[str, str]]]:
-        """Digest and loss of every step of the uninterrupted run, by rank; ``sizes`` for `build`."""
+        """Digest and loss of every step of the run undisturbed, by rank; ``sizes``: see `build`."""
         outs = [self.folder / f"reference-{self.kind}-{rank}.json" for rank in range(self.ranks)]
         processes = [
             _context.Process(
