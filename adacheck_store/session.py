@@ -97,6 +97,7 @@ class RunSession:
         settings = settings or Settings()
         same(group, "attach", {
             "run": run, "store": store_url, "the number of ranks": group.size,
+            "agents": agents and (agents.allow_degraded, agents.peers),
             **dataclasses.asdict(settings),
         })  # fmt: skip
         if agents is not None:

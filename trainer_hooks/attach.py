@@ -9,6 +9,7 @@ import torch
 
 from adacheck_store.agent.crew import Agents
 from adacheck_store.config import Settings
+from adacheck_store.format.errors import UsageError
 from adacheck_store.group import Group, together
 from adacheck_store.session import RunSession
 
@@ -75,6 +76,13 @@ def attach(
 
     def checked() -> Settings:
         bind(model, optimizer, names, ranks)
+        if not isinstance(agents, Agents | None):
+            raise UsageError(f"agents={agents!r:.200}", hint="adacheck_store.Agents(...), or None")
+        if agents is not None and lmdb_bytes:
+            raise UsageError(
+                f"lmdb_bytes={lmdb_bytes} with agents",
+                hint="leave it out: an agent's LMDB may take what its disk has",
+            )
         return Settings(
             policy=policy, window=window, base_every=base_every, full_every=full_every,
             object_lag=object_lag, keep_bases=keep, start_step=start_step, resume=resume,

@@ -17,7 +17,7 @@ from adacheck_store.format.ids import new_nonce
 from adacheck_store.format.keys import part_name, rank_name
 from adacheck_store.format.layout import Layout
 from adacheck_store.format.manifest import Manifest
-from adacheck_store.group import Group, lead, share
+from adacheck_store.group import Group, lead, share, together
 from adacheck_store.placement import Node, domains, place
 from adacheck_store.recovery import Nearness
 from adacheck_store.store import Store, beside_agents
@@ -84,19 +84,13 @@ class Crew:
         self._peers: dict[str, Peer] = {}
         self._asking = threading.Event()
         self._renewer: threading.Thread | None = None
-        node = node_name()
-        options = self._options = AgentOptions(
-            store=places.store_name(url), run=run, node=node,
-            cache=str(Path(cache).absolute()) if cache else "", memory=use.memory,
-            listen=use.listen, metrics=use.metrics, idle_s=use.idle_s,
-            domain=read_label(use.labels, node) if use.labels else use.domain,
-            drain_rate=use.drain_rate,
-        )  # fmt: skip
-        had_key = os.path.exists(keys.path_of(places.keys_folder(), run))
         found: list[Peer] = []
 
         def own() -> dict[str, Any]:
-            peer, about = ensure_agent(options)
+            """What may be wrong on one node alone is so here, where all ranks are told."""
+            self._options = _options(url, run, use, cache)
+            had_key = os.path.exists(keys.path_of(places.keys_folder(), run))
+            peer, about = ensure_agent(self._options)
             found.append(peer)
             key = keys.read(places.keys_folder(), run)
             return {**about, "key": key.export().decode(), "had_key": had_key}
@@ -104,10 +98,14 @@ class Crew:
         try:
             self._abouts = share(group, "agents", own)
             self._key = self._agree_on_key(found[0])
-            self._placed = self._place()
+            node = self._options.node
+            self._placed = together(group, "placement", self._place)
             self.near = NodeTier(found[0], f"{rank_name(group.rank)}@{new_nonce()}", node)
             lower = PeerTier(found[0], "lmdb", TierTraits(name=f"lmdb of {node}"), shared=True)
-            far, others = beside_agents(url, run, cache, set(self._endpoints))
+            far, others = together(
+                group, "lower tiers",
+                lambda: beside_agents(url, run, cache, set(self._endpoints)),
+            )  # fmt: skip
         except BaseException:
             for peer in [*found, *self._peers.values()]:
                 peer.close()
@@ -231,6 +229,19 @@ class Crew:
         """Start the own agent again, if it has died; a peer of ours has its key still."""
         peer, _ = ensure_agent(self._options)
         peer.close()
+
+
+def _options(
+    url: str, run: str, use: Agents, cache: str | os.PathLike[str] | None
+) -> AgentOptions:  # fmt: skip
+    """What an agent of this node is told, if one is to be started."""
+    node = node_name()
+    return AgentOptions(
+        store=places.store_name(url), run=run, node=node,
+        cache=str(Path(cache).absolute()) if cache else "", memory=use.memory, listen=use.listen,
+        metrics=use.metrics, domain=read_label(use.labels, node) if use.labels else use.domain,
+        idle_s=use.idle_s, drain_rate=use.drain_rate,
+    )  # fmt: skip
 
 
 def chain_bytes(layout: Layout) -> tuple[int, int]:

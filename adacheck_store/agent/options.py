@@ -38,6 +38,12 @@ class AgentOptions:
 
     def __post_init__(self) -> None:
         check_run(self.run)
+        for name, kinds in (("memory", int), ("drain_rate", int), ("idle_s", int | float)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, kinds) or not value >= 0:
+                raise UsageError(
+                    f"{name}={value!r:.200} for an agent", hint="a number that is not negative"
+                )
         if self.memory and self.memory < LEAST_BYTES:
             raise UsageError(
                 f"--memory {self.memory}: too little for an agent",

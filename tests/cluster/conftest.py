@@ -19,8 +19,11 @@ def cluster(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable
     """Makes a cluster for a run of a kind and so many ranks, with its uninterrupted run."""
     with ExitStack() as stack:
 
-        def make(kind: str, ranks: int, sizes: dict[str, int], **config: Any) -> Cluster:
-            net = stack.enter_context(network())
+        def make(
+            kind: str, ranks: int, sizes: dict[str, int], *,
+            ways: tuple[tuple[str, ...], ...] | None = None, **config: Any,
+        ) -> Cluster:  # fmt: skip
+            net = stack.enter_context(network(ways))
             request.config.stash[HOW] = net.how
             reference = Launcher(tmp_path, kind, ranks).reference(**sizes)
             made = Cluster(tmp_path, net, kind, sizes, reference, **config)

@@ -14,12 +14,15 @@ from adacheck_store.store import open_store
 from adacheck_store.tiers.base import Tier
 from adacheck_store.tiers.lmdb import LmdbTier
 from tests.agent.kit import Node, free_port, until
-from tests.agent.trainer import RUN
+from tests.agent.trainer import MEMORY, RUN
 from tests.cluster.network import Network
 from tests.ranks.worker import check_rows, rows_of
 
 GIVEN = {"base_every": 6, "object_lag": 8, "window": 2}
 """Settings of a run that keep it short; all else is as it comes."""
+
+WAIT_S = 120.0
+"""For one word of a rank: a start takes seconds, on a busy machine many."""
 
 Reference = list[dict[int, tuple[str, str]]]
 
@@ -98,7 +101,7 @@ class Cluster:
         self.agents: list[int] = []
         self.config = {
             "kind": kind, "sizes": dict(sizes), "run": RUN,
-            "store": f"file://{folder}/store", "agents": {"memory": 128 << 20},
+            "store": f"file://{folder}/store", "agents": {"memory": MEMORY},
             "given": {**GIVEN, "k": 1},
         } | config  # fmt: skip
 
@@ -217,7 +220,7 @@ class Start:
             return found
 
         try:
-            return until(told, f"rank {rank}, restart {restart}: {name} {value or ''}")
+            return until(told, f"rank {rank}, restart {restart}: {name} {value or ''}", WAIT_S)
         except AssertionError as error:
             raise AssertionError(f"{error}; {self.log()}") from None
 

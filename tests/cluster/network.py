@@ -50,7 +50,7 @@ class Namespace:
 class Network:
     """Nodes by number, each with an address; ``how`` says what they are."""
 
-    def __init__(self, ways: tuple[tuple[str, ...], ...] | None = None) -> None:
+    def __init__(self, ways: tuple[tuple[str, ...], ...] | None) -> None:
         if ways is None:
             ways = (("-n",), ("-Urn",)) if os.geteuid() == 0 else (("-Urn",),)
         self._held: list[Namespace] = []
@@ -133,9 +133,9 @@ class Network:
 
 
 @contextlib.contextmanager
-def network() -> Iterator[Network]:
-    """A network, while it is needed."""
-    made = Network()
+def network(ways: tuple[tuple[str, ...], ...] | None = None) -> Iterator[Network]:
+    """A network, while it is needed; ``ways`` are options of `unshare` to try (None: what fits)."""
+    made = Network(ways)
     try:
         yield made
     finally:

@@ -192,6 +192,7 @@ def _train(out: str, rank: int, ranks: int, port: int, prefix: str, kind: str, o
     from adacheck_store.trainer_hooks.attach import attach
     from adacheck_store.trainer_hooks.ranks import find_group
 
+    os.environ.update(options.get("env", {}))
     os.environ["ADACHECK_NODE"] = options.get("node", "node-a")
     os.environ["LOCAL_RANK"] = str(options.get("local", {}).get(rank, rank))
     os.environ["ADACHECK_FAILPOINT"] = options.get("failpoint", {}).get(rank, "")
