@@ -76,13 +76,7 @@ def attach(
 
     def checked() -> Settings:
         bind(model, optimizer, names, ranks)
-        if not isinstance(agents, Agents | None):
-            raise UsageError(f"agents={agents!r:.200}", hint="adacheck_store.Agents(...), or None")
-        if agents is not None and lmdb_bytes:
-            raise UsageError(
-                f"lmdb_bytes={lmdb_bytes} with agents",
-                hint="leave it out: an agent's LMDB may take what its disk has",
-            )
+        _check(agents, lmdb_bytes)
         return Settings(
             policy=policy, window=window, base_every=base_every, full_every=full_every,
             object_lag=object_lag, keep_bases=keep, start_step=start_step, resume=resume,
@@ -99,3 +93,13 @@ def attach(
     except BaseException:
         session.close()
         raise
+
+
+def _check(agents: object, lmdb_bytes: int) -> None:
+    if not isinstance(agents, Agents | None):
+        raise UsageError(f"agents={agents!r:.200}", hint="adacheck_store.Agents(...), or None")
+    if agents is not None and lmdb_bytes:
+        raise UsageError(
+            f"lmdb_bytes={lmdb_bytes} with agents",
+            hint="leave it out: an agent's LMDB may take what its disk has",
+        )
