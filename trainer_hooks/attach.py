@@ -48,22 +48,20 @@ def attach(
     """Keep a checkpoint of every step of a run in the store at a URL.
 
     ``model`` is a module or a list of modules, ``optimizer`` its optimizer or a list of them (and
-    then `Checkpointer.end_step` is the boundary). ``policy`` is
-    ``lossless``, or ``bf16``: gradients are rounded in place before the step, and training
-    consumes what is stored. ``window`` is how many steps may be in flight, ``base_every`` how
-    often a base is made by folding, ``full_every`` how often the whole state is kept where
-    updates cannot be folded (an optimizer that nobody has proven), ``object_lag`` how many steps
-    the object tier may stay behind, ``keep`` how many bases are kept. With
-    ``agents`` the records go to an agent on this node, started if there is none, which outlives
-    this process: it passes them on to ``k`` others, folds, drains and prunes. ``resume`` is
-    ``auto``, ``must`` (an error on a run without history) or ``never``. ``strict`` raises an error
-    of saving at the next boundary. ``lmdb_bytes`` is the LMDB tier's capacity (0: nine tenths of
-    what its disk has; it needs about ``keep`` + 1 whole states and the gradients of
-    ``keep * base_every`` steps).
-    ``names`` names tensors of the optimizer that are not in the model. ``group`` is the ranks of
-    the run: by default those of torch.distributed, where it is initialised with more than one
-    process. Then every rank attaches, with the same arguments, and `Checkpointer.end_step` is the
-    boundary.
+    then `Checkpointer.end_step` is the boundary). ``policy`` is ``lossless``, or ``bf16``:
+    gradients are rounded in place before the step, and training consumes what is stored. ``window``
+    is how many steps may be in flight, ``base_every`` how often a base is made by folding,
+    ``full_every`` how often the whole state is kept where updates cannot be folded (an optimizer
+    that nobody has proven), ``object_lag`` how many steps the object tier may stay behind, ``keep``
+    how many bases are kept. With ``agents`` the records go to an agent on this node, started if
+    there is none, which outlives this process: it passes them on to ``k`` others, folds, drains and
+    prunes. ``resume`` is ``auto``, ``must`` (an error on a run without history) or ``never``.
+    ``strict`` raises an error of saving at the next boundary. ``lmdb_bytes`` is the LMDB tier's
+    capacity (0: nine tenths of what its disk has; it needs about ``keep`` + 1 whole states and the
+    gradients of ``keep * base_every`` steps; an agent's takes what its disk has). ``names`` names
+    tensors of the optimizer that are not in the model. ``group`` is the ranks of the run: by
+    default those of torch.distributed, where it is initialised with more than one process. Then
+    every rank attaches, with the same arguments, and `Checkpointer.end_step` is the boundary.
 
     Where folds on this machine cannot give the trainer's bits (class ``bounded``: training on a
     GPU) the whole state is kept besides, every ``bounded_every`` steps (at most 256), and compared
