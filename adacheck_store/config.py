@@ -35,6 +35,8 @@ class Settings:
     ``grace_s``: age in seconds before a superseded record of the object tier is deleted.
     ``lmdb_bytes``: capacity of the LMDB tier (0: nine tenths of what the disk has for it). ``k``:
     failure domains that the agents' memories survive losing at once; without agents not used.
+    ``sigterm_grace_s``: seconds in which a trainer that gets SIGTERM stores what it has and ends
+    (0: the signal is left alone).
     """
 
     policy: str = "lossless"
@@ -53,6 +55,7 @@ class Settings:
     strict: bool = False
     lmdb_bytes: int = 0
     k: int = 1
+    sigterm_grace_s: float = 0.0
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
@@ -70,8 +73,10 @@ class Settings:
         if type(self.bounded_every) is not int or not 1 <= self.bounded_every <= BOUNDED_STEPS:
             hint = f"an integer from 1 to {BOUNDED_STEPS}"
             raise UsageError(f"bounded_every={self.bounded_every!r}", hint=hint)
-        if not isinstance(self.max_drift, int | float) or not self.max_drift >= 0:
-            raise UsageError(f"max_drift={self.max_drift!r}", hint="a number that is not negative")
+        for name in ("max_drift", "sigterm_grace_s"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not value >= 0:
+                raise UsageError(f"{name}={value!r}", hint="a number that is not negative")
 
 
 def environment() -> Mapping[str, str]:

@@ -343,6 +343,10 @@ class RunSession:
         if upkeep.fenced is not None:
             raise upkeep.fenced
 
+    def hurry(self) -> None:
+        """Have all that is stored drained, whatever the lag, without waiting (any thread)."""
+        self._running()[1].flush(0.0)
+
     def status(self) -> Status:
         """Where the session stands."""
         writer, upkeep = self._running()
@@ -352,13 +356,15 @@ class RunSession:
     def _unsaved(self) -> str:
         return unsaved(self.store, *self._running(), self._step)
 
-    def close(self) -> None:
+    def close(self, timeout_s: float | None = None) -> None:
         """Stop the threads and close the tiers; what is in flight is stored first.
 
-        Waits for `CLOSE_S` at most: a thread that hangs in a tier is left to end with the process.
+        Waits no longer than that (`CLOSE_S`): a thread that hangs in a tier is left to end with the
+        process.
         """
-        deadline = time.monotonic() + CLOSE_S
-        clean = self._writer is None or self._writer.close(CLOSE_S)
+        timeout_s = CLOSE_S if timeout_s is None else timeout_s
+        deadline = time.monotonic() + timeout_s
+        clean = self._writer is None or self._writer.close(timeout_s)
         if self._upkeep is not None:
             clean = self._upkeep.close(max(0.0, deadline - time.monotonic())) and clean
         if clean:

@@ -16,10 +16,13 @@ from adacheck_store.optimizers import flushes_denormals
 from .blocks import BlockWatch
 from .capture_base import boundary_groups, existing_arrays, fill_area, section_states
 from .encode import ClosedBoundary, Encoder
+from .extras import freeze
 from .held import typed_groups
 from .layouts import Binding
+from .loader import LoaderPosition
 from .outside import OutsideWatch
 from .stager import HostBuffer, Stager, StateArea
+from .tracked import Tracked
 from .unfolded import state_trees
 from .updates import CapturedUpdate
 
@@ -152,3 +155,21 @@ class Assembly:
             step=step, encoder=self.encoder, buffer=None, area=None, updates=(), copies=[],
             groups=(), arrays=[], states={}, extras={}, on_release=self._release, failure=failure,
         )  # fmt: skip
+
+
+def gather_extras(
+    assembly: Assembly, tracked: Tracked, loader: LoaderPosition, carried: Any,
+    left: tuple[Sequence[int], Mapping[int, Any]] | None,
+) -> dict[str, Any]:  # fmt: skip
+    """What an extra keeps; ``left`` is what `Capture.left_behind` gives, None before capture."""
+    trees = tracked.trees()
+    trees["loader"] = freeze(loader.tree(), "loader")
+    if carried is not None:
+        trees["carried"] = carried
+    if left is not None:
+        zeroed, grads = left
+        trees["held"] = assembly.names_of(zeroed)
+        named = assembly.binding.trained
+        if grads:
+            trees["grads"] = {named[i].item.name: grad for i, grad in grads.items()}
+    return trees

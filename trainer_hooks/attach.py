@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -14,12 +14,13 @@ from adacheck_store.group import Group, together
 from adacheck_store.session import RunSession
 
 from .checkpointer import Checkpointer
+from .grace import Stopped
 from .layouts import bind
 from .names import Model
 from .ranks import find_group
 from .seam import RestoreReport
 
-__all__ = ["Agents", "Checkpointer", "RestoreReport", "attach"]
+__all__ = ["Agents", "Checkpointer", "RestoreReport", "Stopped", "attach"]
 
 
 def attach(
@@ -44,6 +45,7 @@ def attach(
     bounded_every: int = 256,
     max_drift: float = 1e-3,
     agents: Agents | None = None,
+    sigterm_grace_s: float = 0.0,
 ) -> Checkpointer:
     """Keep a checkpoint of every step of a run in the store at a URL.
 
@@ -68,6 +70,9 @@ def attach(
     with the fold that leads to it. If any number differs by more than ``max_drift``, in that
     number's own unit, the steps between are no longer offered; a restore obeys it too.
 
+    With ``sigterm_grace_s`` SIGTERM, to any rank, ends the run within so many seconds: all ranks
+    leave the loop at one boundary by `Stopped`, a `SystemExit` of 143, and store what they can.
+
     What is not supported is refused here, before the store is touched.
     """
     ranks = find_group() if group is None else group
@@ -79,15 +84,22 @@ def attach(
             policy=policy, window=window, base_every=base_every, full_every=full_every,
             object_lag=object_lag, keep_bases=keep, start_step=start_step, resume=resume,
             strict=strict, lmdb_bytes=lmdb_bytes, bounded_every=bounded_every,
-            max_drift=max_drift, k=k,
+            max_drift=max_drift, k=k, sigterm_grace_s=sigterm_grace_s,
         )  # fmt: skip
 
     settings = together(ranks, "arguments of attach", checked)
     session = RunSession.open(
         store, run, cache=cache, settings=settings, group=ranks, agents=agents
     )
+    return _held(
+        session, lambda: Checkpointer(model, optimizer, session, settings, names, ranks)
+    )  # fmt: skip
+
+
+def _held(session: RunSession, make: Callable[[], Checkpointer]) -> Checkpointer:
+    """What ``make`` gives; the session is closed if it fails."""
     try:
-        return Checkpointer(model, optimizer, session, settings, names, ranks)
+        return make()
     except BaseException:
         session.close()
         raise

@@ -15,10 +15,11 @@ from adacheck_store.format.errors import AdaCheckError, OrderError, TermError, T
 from adacheck_store.group import SOLO, Group
 from adacheck_store.state import PartState
 
-from .assemble import Assembly, StartBoundary
+from .assemble import Assembly, StartBoundary, gather_extras
 from .capture import Capture
 from .encode import ClosedBoundary
 from .extras import freeze, thaw
+from .grace import Grace, Stopped
 from .hooks import attached
 from .layouts import Binding, Match, Optimizers, bind, listed
 from .load import fitting, load
@@ -26,6 +27,7 @@ from .loader import LoaderPosition
 from .names import Model
 from .outside import say_edited
 from .rng import set_rng_state
+from .rounds import Rounds
 from .schedule import BaseSchedule
 from .seam import RestoreReport, Session, told
 from .shards import is_sharded
@@ -39,9 +41,6 @@ EXIT_FLUSH_S = 600.0
 
 FAILED_FLUSH_S = 30.0
 """The same when it is left by an exception: the near tier alone."""
-
-UPDATES_MAX = 16
-"""Updates of one of several optimizers between two boundaries; each takes a buffer of its own."""
 
 
 class Checkpointer:
@@ -68,8 +67,9 @@ class Checkpointer:
         self._loader = LoaderPosition()
         self._assembly: Assembly | None = None
         self._step = settings.start_step
-        self._updates = [0] * len(self._optimizers)
+        self._rounds = Rounds(len(self._optimizers))
         self._bases = BaseSchedule(settings)
+        self._grace = Grace(settings.sigterm_grace_s, group, session.hurry)
         self._carried: Any = None
         self._failure: AdaCheckError | None = None
         self._last: ClosedBoundary | None = None
@@ -124,10 +124,7 @@ class Checkpointer:
         if rng is not None:
             set_rng_state(rng)
             self._loader.restored(tree.get("loader"), rng if self._carried is None else None)
-        return RestoreReport(
-            step=self._step, certificate=restored.certificate, lost=restored.lost,
-            reasons=tuple(restored.reasons), tiers=restored.tiers, carried=thaw(self._carried),
-        )  # fmt: skip
+        return RestoreReport.of(restored, thaw(self._carried))
 
     def _bind(self) -> Binding:
         return bind(self._model, self._optimizers, self._names, self._group)
@@ -154,6 +151,7 @@ class Checkpointer:
             boundary.release()
         self._step, self._last = step, boundary
         self._bases.begin(step)
+        self._grace.begin(step)
         self._capture_by(assembly)
 
     def _capture_by(self, assembly: Assembly) -> None:
@@ -176,18 +174,9 @@ class Checkpointer:
                 )
             self._tracked.check_scheduler()
             self._begin(self._settings.start_step)
-        elif self._updates[optimizer] >= self._most_updates():
-            raise OrderError(
-                "a second update without end_step()" if self._most_updates() == 1 else
-                f"{UPDATES_MAX} updates of an optimizer without end_step()", step=self._step,
-                hint="with several optimizers or after track() end_step() is the boundary: call it "
-                "after every update, or every round of updates",
-            )  # fmt: skip
+        else:
+            self._rounds.check(optimizer, self._step)
         self._follow_layout(optimizer)
-
-    def _most_updates(self) -> int:
-        """How many updates of an optimizer may lie between boundaries."""
-        return UPDATES_MAX if len(self._optimizers) > 1 else 1
 
     def edited_late(self, name: str) -> None:
         """Hook: an edit made after ``optimizer.step()`` is not in its boundary; said once."""
@@ -197,9 +186,10 @@ class Checkpointer:
 
     def after_update(self, optimizer: int) -> None:
         """Hook: an update was applied."""
-        self._updates[optimizer] += 1
+        self._rounds.note(optimizer)
         if not self._tracked.explicit:
             self._close_boundary()
+            self._grace.reached(self._step)
 
     def _follow_layout(self, optimizer: int) -> None:
         """Where parameters were added, replaced or regrouped, capture by a new layout.
@@ -241,19 +231,23 @@ class Checkpointer:
             log.warning("not kept after step %d: %s", self._bases.kept, error)
 
     def end_step(self) -> int:
-        """Close the boundary where that is this call's part; returns the step."""
+        """Close the boundary where that is this call's part; returns the step.
+
+        Raises `Stopped`, once all is handed over, where a run that got SIGTERM stops.
+        """
         self._must_be_open()
         if self._assembly is None:
             self.before_update(0)
         if self._tracked.explicit:
             self._close_boundary()
+            self._grace.reached(self._step)
         return self._step
 
     def _close_boundary(self) -> None:
         assert self._assembly is not None
         self._session.check()
         self._step += 1
-        self._updates = [0] * len(self._optimizers)
+        self._rounds.close()
         boundary = self._last = None
         due = True
         try:
@@ -308,17 +302,8 @@ class Checkpointer:
         return None
 
     def _extras(self, assembly: Assembly) -> dict[str, Any]:
-        trees = self._tracked.trees()
-        trees["loader"] = freeze(self._loader.tree(), "loader")
-        if self._carried is not None:
-            trees["carried"] = self._carried
-        if self._assembly is not None:
-            zeroed, grads = self._capture.left_behind()
-            trees["held"] = self._assembly.names_of(zeroed)
-            named = self._assembly.binding.trained
-            if grads:
-                trees["grads"] = {named[i].item.name: grad for i, grad in grads.items()}
-        return trees
+        left = None if self._assembly is None else self._capture.left_behind()
+        return gather_extras(assembly, self._tracked, self._loader, self._carried, left)
 
     def carry(self, value: Any) -> Any:
         """Keep a batch that was fetched before its step with the boundaries to come; returns it.
@@ -357,7 +342,7 @@ class Checkpointer:
     def _close_gap(self) -> None:
         """Keep the last boundary, not what came since, by a base if it is not kept otherwise."""
         assert self._assembly is not None
-        if any(self._updates) or self._unbound or self._capture.replayed():
+        if self._rounds.open or self._unbound or self._capture.replayed():
             return
         unfolded = self._bases.unfolded(self._step, self._assembly.binding, now=True)
         gap = self._session.wants_base(now=True) or unfolded
@@ -376,7 +361,8 @@ class Checkpointer:
         if self._open:
             self._open = False
             self._capture.detach()
-            self._session.close()
+            self._session.close(self._grace.to_close())
+            self._grace.end()
 
     def _must_be_open(self) -> None:
         if not self._open:
@@ -390,11 +376,21 @@ class Checkpointer:
         self, kind: type[BaseException] | None, error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:  # fmt: skip
-        """Flush, on an exception without waiting for the far tier, and close."""
-        leaving = told if kind is not None else contextlib.nullcontext
+        """Flush, on an exception without waiting for the far tier, and close.
+
+        After SIGTERM both are done within the grace, and what leaves is `Stopped`.
+        """
+        left_s = self._grace.left()
+        far = kind is None or left_s is not None
+        limit_s = EXIT_FLUSH_S if kind is None else FAILED_FLUSH_S
+        # An error that is leaving already matters more than ours.
+        leaving = contextlib.nullcontext if kind is None and left_s is None else told
         try:
-            with leaving():  # an error that is leaving already matters more than ours
-                self.flush(EXIT_FLUSH_S if kind is None else FAILED_FLUSH_S, far=kind is None)
+            with leaving():
+                self.flush(limit_s if left_s is None else left_s, far=far)
         finally:
             with leaving():
                 self.close()
+        if left_s is not None and isinstance(error, Exception):
+            log.warning("ended by SIGTERM, and by %s: %s", type(error).__name__, error)
+            raise Stopped from error

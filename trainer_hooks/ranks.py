@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from adacheck_store.format.errors import GroupError
+from adacheck_store.format.errors import GroupError, UsageError
 from adacheck_store.group import SOLO, Group, named
 
 from .life import DEAD, Life
@@ -49,11 +49,16 @@ class StoreGroup:
 
         self.rank = rank
         self.size = size
-        self._store: Any = distributed_c10d.PrefixStore(prefix, store)
-        self._other: Any = None
-        if hasattr(store, "clone"):  # else a thread that waits keeps others out
-            self._store = distributed_c10d.PrefixStore(prefix, store.clone())
-            self._other = distributed_c10d.PrefixStore(prefix, store.clone())
+
+        def connect() -> Any:
+            own = store.clone() if hasattr(store, "clone") else store
+            made: Any = distributed_c10d.PrefixStore
+            return made(prefix, own)
+
+        self._connect = connect
+        self._store: Any = connect()
+        # Else a thread that waits keeps others out.
+        self._other: Any = connect() if hasattr(store, "clone") else None
         self._timeout_s, self._silent_s = timeout_s, silent_s
         self._life: Life | None = None
         self._room = ""
@@ -80,6 +85,10 @@ class StoreGroup:
                 self._say(data)
                 return data
             return self._hear([0], self._timeout_s)[0]
+
+    def board(self) -> Board:
+        """The board of these ranks; once they have spoken."""
+        return Board(self._connect(), self._room, self.rank, self.size)
 
     @contextlib.contextmanager
     def _speaking(self) -> Iterator[None]:
@@ -172,6 +181,42 @@ class StoreGroup:
 
     def _late(self, ranks: Sequence[int], limit_s: float) -> GroupError:
         return GroupError(f"{named(ranks)} of {self.size} did not come in {limit_s:g} s")
+
+
+class Board:
+    """Notes that the ranks of a group leave each other, over a connection of its own.
+
+    For one thread, which need not be the training's. Raises what the store raises.
+    """
+
+    def __init__(self, store: Any, room: str, rank: int, size: int) -> None:
+        self._store, self._room, self._rank, self._size = store, room, rank, size
+
+    def post(self, name: str, text: str) -> None:
+        """Leave a note for all."""
+        self._store.set(f"{self._room}/board/{name}", text)
+
+    def look(self, name: str) -> str | None:
+        """The note of that name, if anybody has left it."""
+        key = f"{self._room}/board/{name}"
+        return self._store.get(key).decode() if self._store.check([key]) else None
+
+    def exchange(self, name: str, text: str, timeout_s: float) -> list[str]:
+        """Leave a note of one's own, and wait for those of all ranks."""
+        self.post(f"{name}/{self._rank}", text)
+        keys = [f"{self._room}/board/{name}/{rank}" for rank in range(self._size)]
+        self._store.wait(keys, timedelta(seconds=timeout_s))
+        return [self._store.get(key).decode() for key in keys]
+
+
+def find_board(group: Group) -> Board:
+    """The board of a group; raises `UsageError` for a group of another class than ours."""
+    if not isinstance(group, StoreGroup):
+        raise UsageError(
+            f"{type(group).__name__} gives ranks no way to agree where to stop",
+            hint="leave group= to attach, or do without sigterm_grace_s",
+        )
+    return group.board()
 
 
 def find_group(timeout_s: float = TIMEOUT_S, silent_s: float = SILENT_S) -> Group:

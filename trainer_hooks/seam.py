@@ -65,7 +65,11 @@ class Session(Protocol):
         """Where the writer stands."""
         ...
 
-    def close(self) -> None:
+    def hurry(self) -> None:
+        """Have everything stored drained at once, without waiting for it; any thread."""
+        ...
+
+    def close(self, timeout_s: float | None = None) -> None:
         """Stop."""
         ...
 
@@ -95,6 +99,14 @@ class RestoreReport:
     reasons: tuple[str, ...] = ()
     tiers: Mapping[str, int] | None = None
     carried: Any = None
+
+    @classmethod
+    def of(cls, restored: Any, carried: Any) -> RestoreReport:
+        """What there is to report of a `restore.Restored`."""
+        return cls(
+            step=restored.step, certificate=restored.certificate, lost=restored.lost,
+            reasons=tuple(restored.reasons), tiers=restored.tiers, carried=carried,
+        )  # fmt: skip
 
     @property
     def fresh(self) -> bool:

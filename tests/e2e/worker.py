@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import random
+import select
 import signal
 import time
 from pathlib import Path
@@ -93,6 +94,17 @@ def _train(out: str, store: str, options: dict) -> None:
     os.environ["ADACHECK_FAILPOINT"] = options.get("failpoint", "")
     os.environ["ADACHECK_NODE"] = options.get("node", "node-a")
     warnings.simplefilter("error")
+    if "hang" in options:
+        _hang_while(Path(options["hang"]))
+    handled: list[int] = []
+    if options.get("handler"):
+
+        def handler(number, frame) -> None:
+            handled.append(number)
+            if options["handler"] == "raises":
+                raise RuntimeError("a worker of the loader was killed by SIGTERM")
+
+        signal.signal(signal.SIGTERM, handler)
     model, optimizer, schedule, loader = _training(options.get("width", WIDTH))
     with open(out, "w", encoding="utf-8") as journal:
 
@@ -102,7 +114,8 @@ def _train(out: str, store: str, options: dict) -> None:
 
         with attach(
             model, optimizer, run="e2e", store=store, policy=options.get("policy", "lossless"),
-            window=WINDOW, base_every=options.get("base_every", BASE_EVERY), object_lag=OBJECT_LAG,
+            window=WINDOW, base_every=options.get("base_every", BASE_EVERY),
+            object_lag=options.get("object_lag", OBJECT_LAG), **options.get("given", {}),
         ) as ckpt:  # fmt: skip
             ckpt.track(schedule=schedule)
             report = ckpt.restore()
@@ -113,14 +126,21 @@ def _train(out: str, store: str, options: dict) -> None:
                 os._exit(0)
             if options.get("inspect"):
                 return
+            if options.get("settled"):
+                ckpt.flush(60)
             if options.get("fails"):
                 failpoints.arm(options["fails"])
             for step, batch in enumerate(ckpt.batches(loader), report.step + 1):
                 if step > STEPS:
                     break
                 loss = _step(model, optimizer, schedule, batch)
-                assert ckpt.end_step() == step
-                write(step=step, loss=loss.hex())
+                if step == options.get("stuck"):
+                    write(stuck=step)
+                    select.select([], [], [], 600)
+                try:
+                    assert ckpt.end_step() == step
+                finally:  # also where the run stops
+                    write(step=step, loss=loss.hex(), handled=len(handled))
                 time.sleep(options.get("pause_s", 0.0))
             fired = not failpoints._armed
             write(final=STEPS, digest=digest(model, optimizer, schedule), fired=fired)
@@ -128,6 +148,20 @@ def _train(out: str, store: str, options: dict) -> None:
                 ckpt.flush(60)
             status = ckpt.status()
             write(stored=status.stored, drained=status.drained, error=status.last_error)
+
+
+def _hang_while(there: Path) -> None:
+    """Make puts of objects hang while a file is there, as those of a server that is gone do."""
+    from adacheck_store.tiers.object_local import LocalObjects
+
+    put = LocalObjects.put
+
+    def late(*args, **how):
+        while there.exists():
+            time.sleep(0.1)
+        return put(*args, **how)
+
+    LocalObjects.put = late
 
 
 class Worker:

@@ -236,9 +236,11 @@ def _train(out: str, rank: int, ranks: int, port: int, prefix: str, kind: str, o
                 grow(kind, model, optimizer, number)
                 loss = step(model, optimizer, schedule, batch)
                 evaluate(model, number)
-                assert ckpt.end_step() == number
-                write(step=number, loss=loss.hex())
-                time.sleep(options.get("pause_s", 0.0))
+                try:
+                    assert ckpt.end_step() == number
+                finally:  # also where the run stops
+                    write(step=number, loss=loss.hex())
+                time.sleep(options.get("pause_s", 0.0) * options.get("slower", {}).get(rank, 1))
             write(final=STEPS, digest=digest(model, optimizer, schedule))
             if options.get("flush", True):
                 ckpt.flush(60)
@@ -315,6 +317,10 @@ class Attempt:
     def alive(self) -> bool:
         """Whether all ranks are at it."""
         return all(process.is_alive() for process in self.processes)
+
+    def terminate(self, rank: int) -> None:
+        """SIGTERM to one rank."""
+        os.kill(self.processes[rank].pid, signal.SIGTERM)
 
     def kill(self, first: int = 0) -> None:
         """SIGKILL to one rank, and then, as a launcher would, to the others."""

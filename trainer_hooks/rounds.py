@@ -1,0 +1,39 @@
+"""Rounds: which optimizers have made how many updates since the last boundary."""
+
+from __future__ import annotations
+
+from adacheck_store.format.errors import OrderError
+
+UPDATES_MAX = 16
+"""Updates of one of several optimizers between two boundaries; each takes a buffer of its own."""
+
+
+class Rounds:
+    """Counts updates of ``optimizers`` optimizers; one alone may make one between boundaries."""
+
+    def __init__(self, optimizers: int) -> None:
+        self._made = [0] * optimizers
+        self._most = UPDATES_MAX if optimizers > 1 else 1
+
+    @property
+    def open(self) -> bool:
+        """True if there was an update since the last boundary."""
+        return any(self._made)
+
+    def check(self, optimizer: int, step: int) -> None:
+        """Raise `OrderError` where one more update would be too many."""
+        if self._made[optimizer] >= self._most:
+            raise OrderError(
+                "a second update without end_step()" if self._most == 1 else
+                f"{UPDATES_MAX} updates of an optimizer without end_step()", step=step,
+                hint="with several optimizers or after track() end_step() is the boundary: call it "
+                "after every update, or every round of updates",
+            )  # fmt: skip
+
+    def note(self, optimizer: int) -> None:
+        """An update was made."""
+        self._made[optimizer] += 1
+
+    def close(self) -> None:
+        """A boundary."""
+        self._made = [0] * len(self._made)
