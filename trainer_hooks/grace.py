@@ -32,7 +32,7 @@ EXIT_CODE = 128 + signal.SIGTERM
 POLL_S = 0.5
 """How often a rank looks whether another one is to stop."""
 
-SPARE = (0.05, 1.0)
+SPARE = (0.1, 1.0)
 """Kept free before the end for closing, and again for ending: a share of the grace, and at most
 so many seconds."""
 
