@@ -91,9 +91,7 @@ def attach(
     session = RunSession.open(
         store, run, cache=cache, settings=settings, group=ranks, agents=agents
     )
-    return _held(
-        session, lambda: Checkpointer(model, optimizer, session, settings, names, ranks)
-    )  # fmt: skip
+    return _held(session, lambda: Checkpointer(model, optimizer, session, settings, names, ranks))
 
 
 def _held(session: RunSession, make: Callable[[], Checkpointer]) -> Checkpointer:
