@@ -166,7 +166,6 @@ def writer_info() -> dict[str, str]:
 
 
 def arm_failpoints() -> None:
-    """Arm the failpoint named by ``ADACHECK_FAILPOINT`` (tests of crashes), if any."""
-    spec = environment().get("ADACHECK_FAILPOINT", "")
-    if spec:
+    """Arm the failpoints that ``ADACHECK_FAILPOINT`` names, by commas apart (tests), if any."""
+    for spec in filter(None, environment().get("ADACHECK_FAILPOINT", "").split(",")):
         failpoints.arm(spec)

@@ -156,7 +156,7 @@ class ArrayReader:
                 while index + count < last and (array, index + count) not in self._cache:
                     count += 1
                 block = self._fetcher.read(self.ref, info, index, count)
-                self._remember(array, index, count, block)
+                self._remember(array, index + count - 1, block, end)
             at = index * BLOCK_BYTES
             low, high = max(begin, at), min(end, at + len(block))
             target[low - begin : high - begin] = np.frombuffer(
@@ -167,12 +167,16 @@ class ArrayReader:
     def _cached(self, array: str, index: int) -> memoryview | None:
         return self._cache.get((array, index))
 
-    def _remember(self, array: str, first: int, count: int, data: memoryview) -> None:
-        """Keep the last block of a run: the next window may begin inside it."""
-        last = data[(count - 1) * BLOCK_BYTES :]
+    def _remember(self, array: str, index: int, data: memoryview, end: int) -> None:
+        """Keep the last block of a run, ``index``, if the next window begins inside it.
+
+        Alone: a fold has a reader for each delta, and a view would keep the run with it.
+        """
         for key in [key for key in self._cache if key[0] == array]:
             del self._cache[key]
-        self._cache[array, first + count - 1] = last
+        if end < min((index + 1) * BLOCK_BYTES, self.head.array(array).nbytes):
+            at = (len(data) - 1) // BLOCK_BYTES * BLOCK_BYTES
+            self._cache[array, index] = data if not at else memoryview(bytes(data[at:]))
 
 
 @contextmanager

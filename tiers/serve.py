@@ -45,7 +45,8 @@ class Bounds:
 
     ``connections`` in all; ``pending`` ones among them that have not yet said who they are, and
     for how many seconds (``pending_s``) they may; ``per_session`` connections of one client;
-    ``workers``, threads that answer calls.
+    ``workers``, threads that answer calls, and how many of them one host, or one process on
+    this node, may have at a time (``per_origin``).
     """
 
     connections: int = 1024
@@ -53,6 +54,7 @@ class Bounds:
     pending_s: float = 5.0
     per_session: int = 8
     workers: int = 64
+    per_origin: int = 48
 
 
 BOUNDS = Bounds()
@@ -75,6 +77,8 @@ class Server:
         self._calls = Calls(tiers, control)
         self._runs = RunContexts(credentials)
         self._workers = Workers("adacheck-serve", bounds.workers, bounds.connections)
+        self._lent: Counter[str] = Counter()
+        self._queued: dict[Connection, None] = {}
         self._counts: Counter[str] = Counter()
         self._connections: set[Connection] = set()
         self._pending: dict[Connection, None] = {}
@@ -327,6 +331,7 @@ class Server:
             return
         self._connections.discard(connection)
         self._pending.pop(connection, None)
+        self._queued.pop(connection, None)
         with suppress(KeyError, ValueError, OSError):
             self._selector.unregister(connection.channel.sock)
         connection.channel.close()
@@ -344,10 +349,20 @@ class Server:
     # -- calls --
 
     def _lend(self, connection: Connection) -> None:
-        """Give a connection that has something to say to a worker."""
+        """Give a connection that has something to say to a worker, when it is its turn."""
         self._selector.unregister(connection.channel.sock)
-        connection.stage = Stage.LENT
-        self._workers.submit(partial(self._serve, connection))
+        connection.stage = Stage.QUEUED
+        self._queued[connection] = None
+        self._lend_queued()
+
+    def _lend_queued(self) -> None:
+        """Lend what waits, the oldest first, as far as its origin may have workers."""
+        for connection in list(self._queued):
+            if self._lent[connection.origin] < self._bounds.per_origin:
+                del self._queued[connection]
+                self._lent[connection.origin] += 1
+                connection.stage = Stage.LENT
+                self._workers.submit(partial(self._serve, connection))
 
     def _serve(self, connection: Connection) -> None:
         """On a worker: answer what comes, until nothing does."""
@@ -371,6 +386,10 @@ class Server:
     def _take_back(self, connection: Connection, why: str) -> None:
         ended = connection.session is None or connection.session.peer.session not in self._sessions
         connection.stage = Stage.IDLE
+        self._lent[connection.origin] -= 1
+        if not self._lent[connection.origin]:
+            del self._lent[connection.origin]
+        self._lend_queued()
         if why or ended:
             self._drop(connection, why or "its session has ended")
             return

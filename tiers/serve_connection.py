@@ -23,13 +23,15 @@ _RECV_BYTES = 4096
 
 
 class Stage(enum.Enum):
-    """What a connection waits for: the TLS handshake, the hello, a ping, a call; or a worker."""
+    """What a connection waits for: the TLS handshake, the hello, a ping, a call, its turn; or it
+    is lent to a worker."""
 
     HANDSHAKE = 1
     HELLO = 2
     PULSE = 3
     IDLE = 4
-    LENT = 5
+    QUEUED = 5
+    LENT = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,11 @@ class Connection:
         """The run whose key was proven; None on a unix socket."""
         self.session: Session | None = None
         self._inbox = Inbox()
+
+    @property
+    def origin(self) -> str:
+        """The host that it comes from, or the process on this node."""
+        return self.where.rpartition(":")[0] or self.where
 
     def shake(self, runs: RunContexts) -> bool:
         """Go on with the handshake; True when it is done. Raises `ChannelError`."""

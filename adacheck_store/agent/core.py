@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from adacheck_store.catalog import RecordRef
+from adacheck_store.recovery import PartPlan
 
 from . import events as ev
 from .acks import Acks
@@ -20,7 +21,7 @@ from .drains import Drains
 from .events import Command, Event
 from .leases import Lease
 from .outbox import next_call
-from .replica import FAR, LMDB, RAM, Replica
+from .replica import FAR, LMDB, RAM, PartReplica, Replica
 from .seating import reseat
 from .view import View
 
@@ -29,6 +30,9 @@ HOLD_S = 10.0
 
 HOLD_PEER_S = 1.0
 """How long a peer's does: it holds up what else that peer has to send."""
+
+FOLD_MOST = 32
+"""Deltas that one fold takes in: something of each is in memory meanwhile, beside all records."""
 
 FULL_S = 10.0
 """How long a place that was full is not tried again."""
@@ -299,11 +303,14 @@ class AgentCore:
                 self._forget(replica, keys, place)
                 yield ev.Drop(place, tuple(keys))
 
-    def _plan(self, part: Any) -> Any:
-        """The fold that brings a part to the watermark, if there is one worth it."""
+    def _plan(self, part: PartReplica) -> PartPlan | None:
+        """The fold that brings a part to the watermark, or as far as one fold goes."""
         if part.name in self._wrong and part.name not in self._pressed:
             return None
-        return part.fold_plan(self.view.watermark)
+        plan = part.fold_plan(self.view.watermark)
+        if plan is not None and len(plan.deltas) > FOLD_MOST:
+            plan = part.fold_plan(plan.deltas[FOLD_MOST - 1].step) or plan
+        return plan
 
     def _fold(self, now: float) -> Iterable[Command]:
         """Begin the next fold: one at a time, for there is room for one base more."""
@@ -323,7 +330,7 @@ class AgentCore:
             else:
                 continue
             self._folding = token
-            yield ev.Fold(token, plan, self.view.watermark, place)
+            yield ev.Fold(token, plan, plan.deltas[-1].step, place)
             return
 
     # Trainers and peers ----------------------------------------------------------------------

@@ -110,6 +110,14 @@ def keys_folder() -> str:
     return str(runtime_folder() / "keys")
 
 
+def _ours(folder: Path) -> bool:
+    """True for a folder of this user."""
+    try:
+        return os.lstat(folder).st_uid == os.geteuid()
+    except OSError:
+        return False
+
+
 def make(place: Place) -> None:
     """Make the folder, private to this user; raises `TierReadOnlyError` where it is not."""
     for folder in (place.folder.parent, place.folder):
@@ -189,11 +197,11 @@ def places() -> Iterator[Place]:
 def reclaim(skip: Place | None = None) -> list[Path]:
     """Remove what dead agents have left; their logs a day later. Returns the folders.
 
-    Where somebody starts an agent, or one lives, nothing is touched.
+    Where somebody starts an agent, or one lives, nothing is touched; nor is what is not ours.
     """
     found: list[Path] = []
     for place in places():
-        if place == skip:
+        if place == skip or not _ours(place.folder):
             continue
         starting = take(place, place.starting)
         if starting is None:

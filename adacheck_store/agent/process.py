@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import signal
@@ -46,12 +47,26 @@ SAY_S = 10.0
 """How often an agent that is to stop says what it waits for."""
 
 
+MALLOC = {-8: 2, -3: 256 << 10, -1: 1 << 20}
+"""glibc's M_ARENA_MAX, M_MMAP_THRESHOLD and M_TRIM_THRESHOLD: what is dropped goes back to the
+system at once. By default each thread's arena keeps it: 70 MiB more were seen, of 386."""
+
+
+def settle_memory() -> None:
+    """Tell the C library how to keep memory, where it is one that can be told."""
+    with suppress(OSError, AttributeError):
+        library = ctypes.CDLL(None)
+        for parameter, value in MALLOC.items():
+            library.mallopt(parameter, value)
+
+
 def run_agent(options: AgentOptions) -> int:
     """Be the agent until told to stop; the exit code.
 
     Raises `TierBusyError` where one lives already, `UsageError` for options that cannot be.
     """
     arm_failpoints()
+    settle_memory()
     node = options.node or node_name()
     place = places.place_of(options.store, options.run, node)
     endpoints = [place.socket]

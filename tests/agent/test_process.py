@@ -1,6 +1,7 @@
 """The process of an agent: how it is started, what it outlives, when it ends, what is left."""
 
 import contextlib
+import dataclasses
 import os
 import signal
 import subprocess
@@ -31,7 +32,7 @@ from adacheck_store.agent.process import AgentOptions
 from adacheck_store.agent.start import ensure_agent
 print("up", flush=True)
 sys.stdin.readline()
-peer, about = ensure_agent(AgentOptions(store=sys.argv[1], run="run", node="a", memory=384 << 20))
+peer, about = ensure_agent(AgentOptions(store=sys.argv[1], run="run", node="a", memory=512 << 20))
 print(about["pid"], flush=True)
 time.sleep(600)
 """
@@ -123,27 +124,43 @@ def test_of_two_starters_one_starts_it_and_it_outlives_both(here: Node) -> None:
     assert psutil.Process(here.pid()).ppid() != os.getpid()
 
 
-def test_what_a_killed_agent_leaves_is_reclaimed_and_nothing_else(here: Node) -> None:
-    found = {}
-    for run in ("dead", "living"):
-        peer, found[run] = ensure_agent(options(here, run))
+def test_what_killed_agents_leave_is_reclaimed_at_start_and_nothing_else(here: Node) -> None:
+    """Not what lives, of this or another store; not what belongs to another user."""
+    found, place = {}, {}
+    elsewhere = f"{here.url}-2"
+    for run, url in {
+        "dead": here.url, "dead-elsewhere": elsewhere, "foreign": here.url, "living": here.url,
+        "living-elsewhere": elsewhere,
+    }.items():  # fmt: skip
+        peer, found[run] = ensure_agent(dataclasses.replace(options(here, run), store=url))
         peer.close()
-    dead, living = (places.place_of(here.url, run, "a") for run in ("dead", "living"))
-    os.kill(found["dead"]["pid"], signal.SIGKILL)
-    until(lambda: not places.alive(dead), "it is dead")
-    assert os.path.exists(dead.socket.path)
-    assert dead.info.exists()
-    assert places.reclaim() == [dead.folder]
-    assert not os.path.exists(dead.socket.path)
-    assert not dead.info.exists()
-    assert dead.log.exists()  # for a day
-    os.utime(dead.log, (1, 1))
-    assert places.reclaim() == [dead.folder]
-    assert not dead.folder.exists()
+        place[run] = places.place_of(url, run, "a")
+    for run in ("dead", "dead-elsewhere", "foreign"):
+        os.kill(found[run]["pid"], signal.SIGKILL)
+        until(lambda run=run: not places.alive(place[run]), "it is dead")
+        assert os.path.exists(place[run].socket.path)
+        assert place[run].info.exists()
+    if os.geteuid() == 0:  # only root can give a folder away; else it is one more of ours
+        os.chown(place["foreign"].folder, 65534, 65534)
+    before = {path: path.stat().st_mtime_ns for path in place["foreign"].folder.iterdir()}
+    peer, _ = ensure_agent(options(here, "another"))
+    peer.close()
+    for run in ("dead", "dead-elsewhere"):
+        assert not os.path.exists(place[run].socket.path)
+        assert not place[run].info.exists()
+        assert place[run].log.exists()  # for a day
+    after = {path: path.stat().st_mtime_ns for path in place["foreign"].folder.iterdir()}
+    assert (before == after) is (os.geteuid() == 0)
+    for run in ("living", "living-elsewhere"):
+        assert places.alive(place[run])
+        assert place[run].read_info()["pid"] == found[run]["pid"]
+        assert os.path.exists(place[run].socket.path)
+    os.utime(place["dead"].log, (1, 1))
+    assert place["dead"].folder in places.reclaim()
+    assert not place["dead"].folder.exists()
     peer, about = ensure_agent(options(here, "living"))
     peer.close()
     assert about["pid"] == found["living"]["pid"]
-    assert living.info.exists()
     peer, about = ensure_agent(options(here, "dead"))  # over what was left
     peer.close()
     assert about["pid"] != found["dead"]["pid"]

@@ -22,7 +22,7 @@ from tests.core.kit import Journal, begin, make_toy
 
 SETTINGS = Settings(base_every=8, object_lag=8, object_lag_s=0.5, grace_s=0.0, stall_timeout_s=5.0)
 RUN = "run"
-MEMORY = 384 << 20
+MEMORY = 512 << 20
 
 
 def reference(steps: int) -> Journal:

@@ -7,11 +7,11 @@ import sys
 from rich.console import Console
 from rich.table import Table
 
-from . import fold, profile, steps, storage, transport
+from . import fold, profile, resident, steps, storage, transport
 
 PARTS = {
     "fold": fold.rows, "storage": storage.rows, "transport": transport.rows, "steps": steps.rows,
-    "profile": profile.rows,
+    "profile": profile.rows, "resident": resident.rows,
 }  # fmt: skip
 
 

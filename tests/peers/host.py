@@ -31,7 +31,7 @@ RUN = "gpt-small"
 LIMITS = Limits(stall_s=1.2, slowest=16 << 20, answer_s=20.0)
 """As in life, but for how long a frame may stall."""
 
-BOUNDS = Bounds(pending_s=0.7, workers=24)
+BOUNDS = Bounds(pending_s=0.7, workers=24, per_origin=16)
 
 
 def serve(folder: str, endpoints: list[str]) -> None:

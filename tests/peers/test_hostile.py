@@ -237,6 +237,24 @@ def test_slow_writers(agent: Agent) -> None:
     session.close()
 
 
+def test_workers_for_others(agent: Agent) -> None:
+    """One host that keeps as many workers as it gets leaves some to everybody else."""
+    sessions = [Session(agent.tls, 7, KEY) for _ in range(6)]
+    for session in sessions:
+        for call in session.calls:
+            call.say({"verb": "sleep", "seconds": 3.0})
+    wait_until(lambda: agent.stats()["calls"] >= 16, 5)
+    for _ in range(10):
+        began = time.monotonic()
+        assert agent.stats()["calls"] <= 17  # and this call itself
+        assert time.monotonic() - began < 2.0
+        for session in sessions:
+            session.beat()
+    for session in sessions:
+        session.close()
+    wait_until(lambda: agent.stats()["calls"] <= 1, 10)
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_a_message_said_twice(agent: Agent, way: str) -> None:
     """The same frame again, or one left out, ends the connection before it is answered."""
