@@ -3,14 +3,17 @@
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from adacheck_store.demo.cluster import Node
 from adacheck_store.demo.harness import Reference
 
 pytestmark = pytest.mark.fault
@@ -87,3 +90,24 @@ def test_what_differs_is_told() -> None:
     assert differences(final=1, digests={"a": "1"}) == ["step 1: b"]
     assert differences(final=0, digests={"a": "0", "b": "0", "c": "0"}) == ["step 0: c"]
     assert differences(step=1, loss="0x2") == ["step 1: the loss"]
+
+
+def test_an_agent_that_has_just_begun_is_ended_too(tmp_path: Path) -> None:
+    """It has said nothing of itself yet; its node's folder in its command is enough. No other."""
+    nodes = [Node(tmp_path / name) for name in ("node-1", "node-11")]
+    code = "import time; time.sleep(600)"
+    processes = [
+        subprocess.Popen([sys.executable, "-c", code, "--cache", str(node.folder / "lmdb")])
+        for node in nodes
+    ]
+    threads = [threading.Thread(target=process.wait, args=(60,)) for process in processes]
+    for thread in threads:  # as the system reaps an agent whose starter has died
+        thread.start()
+    try:
+        nodes[0].kill_agent()
+        threads[0].join(60)
+        assert processes[0].returncode == -signal.SIGKILL
+        assert processes[1].poll() is None
+    finally:
+        nodes[1].kill_agent()
+        threads[1].join(60)
