@@ -11,6 +11,7 @@ from .errors import MalformedError
 from .head import Head, SealedHead
 from .ids import check_id
 from .keys import MAX_STEP, is_part, is_rank, is_term
+from .redundancy import Redundancy, decode_redundancy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +31,8 @@ class Manifest:
     ``parent_term`` and ``fork_step`` say where the term leaves its parent (empty on a fresh
     run), ``tips`` maps each part of the parent to its link id at the fork step (the id that a
     base of that step has as parent). ``previous`` is the id of the revision before this one.
-    ``ranks`` name the extras without which a step does not exist.
+    ``ranks`` name the extras without which a step does not exist. ``redundancy`` says who holds
+    what, and is None where nobody has looked.
     """
 
     run: str
@@ -43,6 +45,7 @@ class Manifest:
     tips: Mapping[str, str] = field(default_factory=dict)
     previous: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
+    redundancy: Redundancy | None = None
 
     def part(self, name: str) -> PartEntry:
         """The part of that name; raises `MalformedError` (rule ``manifest``)."""
@@ -53,7 +56,7 @@ class Manifest:
 
     def seal(self, info: Mapping[str, Any] | None = None) -> SealedHead:
         """The manifest's record (it has no arrays)."""
-        body = {
+        body: dict[str, Any] = {
             "parent_term": self.parent_term,
             "fork_step": self.fork_step,
             "tips": dict(self.tips),
@@ -64,6 +67,8 @@ class Manifest:
             "ranks": list(self.ranks),
             "settings": dict(self.settings),
         }
+        if self.redundancy is not None:
+            body["redundancy"] = self.redundancy.to_json()
         head = Head(
             kind="manifest", run=self.run, term=self.term, step=self.step,
             parent=self.previous, body=body,
@@ -80,17 +85,19 @@ def decode_manifest(head: Head) -> Manifest:
         body = strict.fields(
             head.body, "parts", "ranks", "parent_term", "fork_step", "tips", "settings"
         )
+        parts = tuple(_decode_part(item) for item in strict.items(body["parts"]))
         manifest = Manifest(
             run=head.run,
             term=head.term,
             step=head.step or 0,
-            parts=tuple(_decode_part(item) for item in strict.items(body["parts"])),
+            parts=parts,
             ranks=tuple(strict.text(name) for name in strict.items(body["ranks"])),
             parent_term=strict.text(body["parent_term"], empty=True),
             fork_step=strict.count(body["fork_step"]),
             tips=dict(strict.fields(body["tips"])),
             previous=head.parent,
             settings=dict(strict.fields(body["settings"])),
+            redundancy=_decode_redundancy(body, parts),
         )
         _check_manifest(manifest)
     except (TypeError, ValueError) as exc:
@@ -110,6 +117,13 @@ def _decode_part(item: Any) -> PartEntry:
         raise ValueError(f"part {entry.name[:40]!r}: its name, or an owner that is no source")
     strict.ascending(entry.sources, "sources")
     return entry
+
+
+def _decode_redundancy(body: Mapping[str, Any], parts: tuple[PartEntry, ...]) -> Redundancy | None:
+    """The optional field: writers that knew nothing of it left it out."""
+    if "redundancy" not in body:
+        return None
+    return decode_redundancy(body["redundancy"], [part.sources for part in parts])
 
 
 def _check_manifest(manifest: Manifest) -> None:

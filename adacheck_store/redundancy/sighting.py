@@ -11,6 +11,7 @@ import hashlib
 import math
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import NamedTuple
 
 import torch
 import xxhash
@@ -30,8 +31,7 @@ MAIN_ROLES = ("param", "buffer")
 Box = tuple[tuple[int, int], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """The piece of a tensor: ``boxes`` of its global shape, or elements ``flat`` of it flattened.
 
     As in a `Slice` of a layout: no boxes and no flat range is a piece of nothing.

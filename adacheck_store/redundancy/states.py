@@ -6,10 +6,11 @@ both, and how redundant it is follows from those.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import NamedTuple
 
 from adacheck_store.format.errors import GroupError
 from adacheck_store.format.keys import rank_name
@@ -76,8 +77,7 @@ class Holding:
     optimizer: Side | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class State:
+class State(NamedTuple):
     """A state of the run: a piece of a tensor, and the ranks that hold it.
 
     ``copies`` hold all of it; ``param`` and ``optimizer`` are those that hold that side alone,
@@ -167,79 +167,95 @@ def _both(one: Side, other: Side) -> Side:
     )  # fmt: skip
 
 
-_Place = tuple[str, str, Piece, Ranks]
+_Place = tuple[Piece, Ranks]
+_Held = tuple[list[int], list[Holding]]
 
 
-def states(by_rank: Mapping[int, Sequence[Holding]]) -> tuple[State, ...]:
+def states(by_rank: Mapping[int, Iterable[Holding]]) -> tuple[State, ...]:
     """The states of a run from what its ranks hold, each once, in order of name and rank.
 
     A parameter without optimizer's state here is part of the states that others hold of it,
     where those make it up; else it is a state of its own. Raises `GroupError` where ranks do not
     agree on who holds what.
     """
-    found: dict[_Place, State] = {}
-    named: dict[_Place, int] = defaultdict(int)
-    lone: dict[_Place, Holding] = {}
+    tensors: dict[tuple[str, str], _Held] = {}
     for rank in sorted(by_rank):
         for held in by_rank[rank]:
-            if held.optimizer is not None:
-                place = _place(held)
-                named[place] += rank in place[3]
-                if place not in found:
-                    found[place] = _state(held, place)
-            elif held.param is not None:
-                lone.setdefault(_place(held), held)
-    pieces: dict[tuple[str, str, Ranks], set[Piece]] = defaultdict(set)
-    for state in found.values() if lone else ():
-        pieces[state.scope, state.name, state.param].add(state.piece)
-    for (scope, name, piece, copies), held in list(lone.items()):
-        if tile(piece, pieces.get((scope, name, copies), ()), held.shape):
-            del lone[scope, name, piece, copies]
-    for place, ranks in _holders(by_rank, lone).items():
-        named[place] = len(ranks & place[3])
-        found[place] = _state(lone[place], place)
-    for (_, name, _, copies), count in named.items():
-        if count != len(copies):
+            ranks, holdings_ = tensors.setdefault((held.name, held.scope), ([], []))
+            ranks.append(rank)
+            holdings_.append(held)
+    common = _Common()
+    return tuple(state for place in sorted(tensors) for state in _states_of(tensors[place], common))
+
+
+class _Common(dict[tuple[int, int], Ranks]):
+    """The common part of two sets of ranks, by their ids: the same few objects, a million times."""
+
+    def of(self, held: Holding) -> Ranks:
+        """The ranks that hold what this holding is of: both sides, where there are both."""
+        param, optimizer = held.param, held.optimizer
+        if param is None or optimizer is None:
+            main = optimizer or param
+            assert main is not None
+            return main.copies
+        key = id(param.copies), id(optimizer.copies)
+        found = self.get(key)
+        if found is None:
+            both = param.copies & optimizer.copies
+            same = (each for each in (param.copies, optimizer.copies) if each == both)
+            found = self[key] = next(same, both)
+        return found
+
+
+def _states_of(tensor: _Held, common: _Common) -> list[State]:
+    """The states of one tensor, from all ranks that hold something of it."""
+    found: dict[_Place, State] = {}
+    seen: dict[_Place, int] = defaultdict(int)
+    lone: dict[_Place, Holding] = {}
+    for rank, held in zip(*tensor, strict=True):
+        copies = common.of(held)
+        if held.optimizer is not None:
+            place = held.optimizer.piece, copies
+            seen[place] += rank in copies
+            if place not in found:
+                found[place] = _state(held, *place)
+        elif held.param is not None:
+            lone.setdefault((held.param.piece, copies), held)
+    if lone:
+        made: dict[Ranks, set[Piece]] = defaultdict(set)
+        for state in found.values():
+            made[state.param].add(state.piece)
+        for place, held in lone.items():
+            if not tile(place[0], made.get(place[1], ()), held.shape):
+                found[place] = _state(held, *place)
+                seen[place] = len(_holders(tensor, place) & place[1])
+    for place, count in seen.items():
+        if count != len(place[1]):
             raise GroupError(
-                f"{name}: {count} ranks say that it is on {len(copies)}: {sorted(copies)[:20]}",
+                f"{found[place].name}: {count} ranks say that it is on {len(place[1])}: "
+                f"{sorted(place[1])[:20]}",
                 hint="run the same version of adacheck-store on all ranks",
             )
-    return tuple(sorted(_scoped(found.values()), key=_order))
+    return sorted(_scoped(list(found.values())), key=_order)
 
 
-def _place(held: Holding) -> _Place:
-    """Which state a holding is of: that of its optimizer's piece, where it has one."""
-    param, optimizer = held.param, held.optimizer
-    main = optimizer or param
-    assert main is not None
-    copies = main.copies if param is None or optimizer is None else param.copies & main.copies
-    return held.scope, held.name, main.piece, copies
+def _holders(tensor: _Held, place: _Place) -> Ranks:
+    """Who holds this parameter, with optimizer's state or without."""
+    return frozenset(
+        rank for rank, held in zip(*tensor, strict=True)
+        if held.param is not None and (held.param.piece, held.param.copies) == place
+    )  # fmt: skip
 
 
-def _holders(
-    by_rank: Mapping[int, Sequence[Holding]], lone: Mapping[_Place, Holding]
-) -> dict[_Place, set[int]]:
-    """Who holds these parameters, with optimizer's state or without."""
-    ranks: dict[_Place, set[int]] = defaultdict(set)
-    for rank, mine in by_rank.items() if lone else ():
-        for held in mine:
-            if held.param is not None:
-                place = held.scope, held.name, held.param.piece, held.param.copies
-                if place in lone:
-                    ranks[place].add(rank)
-    return ranks
-
-
-def _state(held: Holding, place: _Place) -> State:
-    """The state of a holding."""
-    scope, name, piece, copies = place
+def _state(held: Holding, piece: Piece, copies: Ranks) -> State:
+    """The state that a holding is of."""
     param, optimizer = held.param, held.optimizer
     sides = [side for side in (param, optimizer) if side is not None]
-    share = 0
-    if param is not None:
+    share = param.nbytes if param else 0
+    if param is not None and param.piece != piece:
         share = param.nbytes * piece.elements // (param.piece.elements or 1)
     return State(
-        scope=scope, name=name, piece=piece, copies=copies,
+        scope=held.scope, name=held.name, piece=piece, copies=copies,
         param=param.copies if param else NOBODY, param_bytes=share,
         optimizer=optimizer.copies if optimizer else NOBODY,
         optimizer_bytes=optimizer.nbytes if optimizer else 0,
@@ -248,20 +264,19 @@ def _state(held: Holding, place: _Place) -> State:
     )  # fmt: skip
 
 
-def _scoped(found: Iterable[State]) -> Iterable[State]:
-    """Where one name and piece means several contents, each gets the scope of its first rank."""
-    many: dict[tuple[str, str, Piece], list[State]] = defaultdict(list)
-    for state in found:
-        many[state.scope, state.name, state.piece].append(state)
-    for same in many.values():
-        if len(same) == 1:
-            yield same[0]
-            continue
-        for state in same:
-            own = rank_name(min(state.copies))
-            yield replace(state, scope=f"{state.scope}.{own}" if state.scope else own)
+def _scoped(found: list[State]) -> list[State]:
+    """Where one piece of a name means several contents, each gets the scope of its first rank."""
+    count = Counter(state.piece for state in found)
+    if len(count) == len(found):
+        return found
+    return [state if count[state.piece] == 1 else alone(state) for state in found]
 
 
-def _order(state: State) -> tuple[str, int, str, Sequence[int]]:
-    flat = state.piece.flat or (0, 0)
-    return state.name, min(state.copies), state.scope, flat
+def alone(state: State) -> State:
+    """The state under a scope of its own: what its first rank has by that name."""
+    own = rank_name(min(state.copies))
+    return state._replace(scope=f"{state.scope}.{own}" if state.scope else own)
+
+
+def _order(state: State) -> tuple[int, str, Sequence[int]]:
+    return min(state.copies), state.scope, state.piece.flat or (0, 0)

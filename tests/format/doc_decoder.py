@@ -130,7 +130,10 @@ class Decoder:
         kind, body = head["kind"], head["body"]
         if kind == "claim":
             return need(body == {}, "body")
-        more = self.column("body base bounded", "field") if body.get("class") == "bounded" else ()
+        more = self.column("body base bounded", "field") if body.get("class") == "bounded" else []
+        if kind == "manifest" and body.keys() - set(self.column("body manifest", "field")):
+            more = self.column("body manifest redundancy", "field")
+            self._redundancy(*(body[field] for field in more))
         self._object({key: body[key] for key in body if key not in more}, f"body {kind}")
         for path, table in (
             (("sections",), "section"), (("sections", "slices"), "slice"), (("parts",), "part"),
@@ -143,6 +146,13 @@ class Decoder:
             need(all(grad[2] in encodings for grad in update["grads"]), "encoding")
         self._offsets(body)
         return self._tags(body)
+
+    def _redundancy(self, found: dict[str, Any]) -> None:
+        self._object(found, "redundancy")
+        for ground in found["grounds"]:
+            self._object(ground, "ground")
+        for part in found["parts"]:
+            self._object(part, "held part")
 
     def _below(self, body: Any, path: tuple[str, ...]) -> list[Any]:
         items = [body]

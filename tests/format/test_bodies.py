@@ -206,6 +206,7 @@ LAYOUTS: dict[str, tuple[Change, str]] = {
 }  # fmt: skip
 
 FIRST = ("body", "parts", 0)
+WHO, FOUND = "manifest-redundancy", ("body", "redundancy")
 MANIFESTS: dict[str, tuple[str, Change, str]] = {
     "parts is an object": ("manifest", put({}, "body", "parts"), "manifest"),
     "part is text": ("manifest", put("x", *FIRST), "manifest"),
@@ -232,6 +233,39 @@ MANIFESTS: dict[str, tuple[str, Change, str]] = {
     "tip of a rank": ("manifest-fork", put("0" * 64, "body", "tips", "r000000"), "manifest"),
     "tip is no id": ("manifest-fork", put("x", "body", "tips", "p000000"), "id"),
     "settings is a list": ("manifest", put([], "body", "settings"), "manifest"),
+    "redundancy is null": (WHO, put(None, *FOUND), "manifest"),
+    "redundancy without k": (WHO, drop(*FOUND, "k"), "manifest"),
+    "tolerance negative": (WHO, put(-1, *FOUND, "k"), "manifest"),
+    "unknown policy": (WHO, put("both", *FOUND, "policy"), "manifest"),
+    "unknown keep": (WHO, put("all", *FOUND, "grounds", 0, "keep"), "manifest"),
+    "unknown class": (WHO, put("some", *FOUND, "parts", 0, "class"), "manifest"),
+    "nodes out of order": (WHO, put([["n1", "a"], ["n0", "b"]], *FOUND, "nodes"), "manifest"),
+    "node of a rank": (WHO, put([0, 2], *FOUND, "ranks"), "manifest"),
+    "a source that is no rank": (WHO, put([0], *FOUND, "ranks"), "manifest"),
+    "set out of order": (WHO, put([[0, 1, 2], [0, 1, 1]], *FOUND, "sets"), "manifest"),
+    "set of nobody": (WHO, put([[], [0, 1, 2]], *FOUND, "sets"), "manifest"),
+    "set of strangers": (WHO, put([[0, 1, 1], [0, 1, 3]], *FOUND, "sets"), "manifest"),
+    "set spelled otherwise": (
+        WHO, put([[0, 1, 1], [0, 1, 1, 1, 1, 1]], *FOUND, "sets"), "manifest"),
+    "set unused": (WHO, put([[0, 1, 1], [0, 1, 2], [1, 1, 1]], *FOUND, "sets"), "manifest"),
+    "set beyond": (WHO, put(2, *FOUND, "grounds", 1, "param"), "manifest"),
+    "state of nothing": (WHO, put(-1, *FOUND, "grounds", 0, "param"), "manifest"),
+    "grounds out of order": (WHO, put("s", *FOUND, "grounds", 0, "scope"), "manifest"),
+    "name twice": (WHO, put(["head.bias"] * 2, *FOUND, "names"), "manifest"),
+    "name unused": (WHO, put(["a", "b", "c"], *FOUND, "names"), "manifest"),
+    "name beyond": (WHO, put([0, 1, 2, 1], *FOUND, "parts", 0, "states"), "manifest"),
+    "name negative": (WHO, put([-1, 1, 0, 1, 1, 2], *FOUND, "parts", 0, "states"), "manifest"),
+    "ground unused": (WHO, put([0, 1, 1, 1], *FOUND, "parts", 0, "states"), "manifest"),
+    "half a state": (WHO, put([0, 1, 1, 1, 1, 2, 1], *FOUND, "parts", 0, "states"), "manifest"),
+    "states out of order": (
+        WHO, put([1, 1, 0, 1, 1, 2], *FOUND, "parts", 0, "states"), "manifest"),
+    "states of text": (WHO, put(["0", 1, 1, 1, 1, 2], *FOUND, "parts", 0, "states"), "manifest"),
+    "holder beyond": (WHO, put([[2, 0]], *FOUND, "parts", 0, "holders"), "manifest"),
+    "holder of a stranger": (WHO, put([[1, 1]], *FOUND, "parts", 0, "holders"), "manifest"),
+    "holder twice": (WHO, put([[0, 0], [0, 0]], *FOUND, "parts", 0, "holders"), "manifest"),
+    "a part too few": (
+        WHO, put([{"class": "none", "holders": [], "states": [0, 0, 0, 1, 1, 2]}],
+                 *FOUND, "parts"), "manifest"),
     "floor without tier": ("floor", drop("body", "tier"), "log"),
     "floor tier empty": ("floor", put("", "body", "tier"), "log"),
     "floor without terms": ("floor", put([], "body", "terms"), "log"),
@@ -333,7 +367,9 @@ def spots(item: Json, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 JUNK: list[Json] = [None, True, -1, 2**53, "", "x", "../x", [], [[]], {}, {"$d": [[[], 1]]}, [{}]]
 
 
-@pytest.mark.parametrize("name", ["delta", "base", "extra", "layout", "manifest-fork", "floor"])
+@pytest.mark.parametrize(
+    "name", ["delta", "base", "extra", "layout", "manifest-fork", "manifest-redundancy", "floor"]
+)
 def test_only_our_errors_leave_a_decoder(name: str) -> None:
     """Whatever stands at whatever place, a decoder answers or raises one of ours."""
     for path in spots(golden_head(name)["body"])[1:]:

@@ -39,6 +39,7 @@ from adacheck_store.format.manifest import (
     decode_manifest,
 )
 from adacheck_store.format.record import Record
+from adacheck_store.format.redundancy import Ground, HeldPart, Redundancy
 
 FOLDER = Path(__file__).parent / "v1"
 RUN = "golden-run"
@@ -125,6 +126,21 @@ SGD: dict[str, Any] = {"lr": 0.5, "momentum": 0.9, "nesterov": False, "dampening
 AFTER = ({**ADAMW, "lr": 5e-4}, {**ADAMW, "weight_decay": 0.0})
 
 
+REDUNDANCY = Redundancy(
+    k=1, policy="live", agreed=11, nodes=(("n0", "host a"), ("n1", "label rack/7")), ranks=(0, 1),
+    sets=((0, 1, 1), (0, 1, 2)), names=("head.bias", "head.weight"),
+    grounds=(
+        Ground(scope="", param=1, optimizer=-1, keep="nothing", why=""),
+        Ground(scope="", param=1, optimizer=0, keep="gradient", why=""),
+        Ground(scope="r000000", param=0, optimizer=0, keep="parameter", why="never changed"),
+    ),
+    parts=(
+        HeldPart(degree="none", holders=((1, 0),), states=(0, 1, 1, 1, 1, 2)),
+        HeldPart(degree="full", holders=(), states=(0, 0)),
+    ),
+)  # fmt: skip
+
+
 def manifests(layout_id: str) -> dict[str, Manifest]:
     """A first revision on a fresh run, and the first revision of a child term."""
     parts = (
@@ -139,7 +155,8 @@ def manifests(layout_id: str) -> dict[str, Manifest]:
         run=RUN, term=CHILD, step=48, parts=parts[:1], ranks=("r000000",), parent_term=TERM,
         fork_step=40, tips={"p000000": TIP, "p000001": TIP}, previous="cd" * 32,
     )  # fmt: skip
-    return {"manifest": first, "manifest-fork": child}
+    found = dataclasses.replace(first, step=12, previous="cd" * 32, redundancy=REDUNDANCY)
+    return {"manifest": first, "manifest-fork": child, "manifest-redundancy": found}
 
 
 DELTA = DeltaBody(

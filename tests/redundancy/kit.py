@@ -14,9 +14,10 @@ SHAPE = (ELEMENTS,)
 WHOLE = Piece((whole_box(SHAPE),))
 
 
-def shard(at: int, of: int) -> Piece:
+def shard(at: int, of: int, elements: int = ELEMENTS) -> Piece:
     """The ``at``-th of ``of`` equal shards of a tensor."""
-    width = ELEMENTS // of
+    width = elements // of
+    assert width
     return Piece((((at * width, (at + 1) * width),),))
 
 
@@ -66,13 +67,15 @@ def zero1(size: int, tensors: int = 1) -> dict[int, list[Holding]]:
     }
 
 
-def zero3(size: int, tensors: int = 1, replicas: int = 1) -> dict[int, list[Holding]]:
+def zero3(
+    size: int, tensors: int = 1, replicas: int = 1, elements: int = ELEMENTS
+) -> dict[int, list[Holding]]:
     """Shards of both, each on ``replicas`` ranks (HSDP, MiCS)."""
     shards = size // replicas
     found = {}
     for r in range(size):
         copies = frozenset(range(r % shards, size, shards))
-        both = (shard(r % shards, shards), copies)
+        both = (shard(r % shards, shards, elements), copies)
         found[r] = [held(f"w{i}", both, both) for i in range(tensors)]
     return found
 

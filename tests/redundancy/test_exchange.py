@@ -101,7 +101,7 @@ HOMES = [token("x"), token("y"), token("z")]
 
 
 @pytest.mark.parametrize("turn", [0, 1, 2, 3])
-@pytest.mark.parametrize("spoil", [b"", b"x", b"y" * 16, b"\xff" * 64])
+@pytest.mark.parametrize("spoil", [b"", b"x", b"y" * 16, b"\xff" * 64], ids=range(4))
 def test_what_makes_no_sense_names_the_rank(turn: int, spoil: bytes) -> None:
     """Another version, or memory gone bad: a typed error in bounded time, or no difference."""
     everyone = [HOMES[:2], HOMES[1:], HOMES]
@@ -140,6 +140,7 @@ def packed(*runs: int) -> bytes:
         (exchange.name_of(frozenset((0, 2))), packed(0, 2, 2) + b"more"),
         (exchange.name_of(frozenset((0, 2))), b""),
     ],
+    ids=["another", "not its own", "too long", "too short"],
 )
 def test_a_set_is_taken_only_if_it_is_the_one_asked_for(name: bytes, content: bytes) -> None:
     """A set too large is the one error that loses data: it is checked by name and member."""
