@@ -47,6 +47,15 @@ class Bytes(click.ParamType[int]):
 @click.option("--metrics", default="", metavar="HOST:PORT", help="Serve Prometheus, by plain HTTP.")
 @click.option("--drain-rate", type=Bytes(), default=0, help="At most so many bytes per second to "
               "the far tier.")  # fmt: skip
+@click.option(
+    "--grace",
+    "grace_s",
+    type=float,
+    default=0.0,
+    metavar="SECONDS",
+    help="End within "
+    "so long after SIGTERM, and say what is undrained (0: end when all is drained).",
+)
 @click.option("--status", "ask", is_flag=True, help="Print the living agent's state as JSON.")
 @click.option("--stop", is_flag=True, help="Stop the living agent once all is drained.")
 @click.option("--now", is_flag=True, help="With --stop: at once, whatever is undrained.")

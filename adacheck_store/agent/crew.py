@@ -61,6 +61,7 @@ class Agents:
     idle_s: float = 600.0
     drain_rate: int = 0
     peers: tuple[str, ...] = ()
+    grace_s: float = 0.0
 
     def __post_init__(self) -> None:
         check_peers(self.peers)
@@ -240,7 +241,7 @@ def _options(
         store=places.store_name(url), run=run, node=node,
         cache=str(Path(cache).absolute()) if cache else "", memory=use.memory, listen=use.listen,
         metrics=use.metrics, domain=read_label(use.labels, node) if use.labels else use.domain,
-        idle_s=use.idle_s, drain_rate=use.drain_rate,
+        idle_s=use.idle_s, drain_rate=use.drain_rate, grace_s=use.grace_s,
     )  # fmt: skip
 
 

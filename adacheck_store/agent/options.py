@@ -22,7 +22,8 @@ class AgentOptions:
     as HOST:PORT for other nodes (empty: for this node alone), ``metrics`` as HOST:PORT for
     Prometheus (empty: none). ``idle_s``: after how long without a trainer it ends, once all is
     drained (0: never). ``domain`` labels what fails together with this node. ``drain_rate`` caps
-    what goes to the far tier, in bytes per second (0: nothing does).
+    what goes to the far tier, in bytes per second (0: nothing does). ``grace_s``: within how many
+    seconds it ends after SIGTERM, whatever is undrained (0: when all is drained).
     """
 
     store: str
@@ -35,10 +36,13 @@ class AgentOptions:
     idle_s: float = 0.0
     domain: str = ""
     drain_rate: int = 0
+    grace_s: float = 0.0
 
     def __post_init__(self) -> None:
         check_run(self.run)
-        for name, kinds in (("memory", int), ("drain_rate", int), ("idle_s", int | float)):
+        for name, kinds in (
+            ("memory", int), ("drain_rate", int), ("idle_s", int | float), ("grace_s", int | float)
+        ):  # fmt: skip
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, kinds) or not value >= 0:
                 raise UsageError(

@@ -43,6 +43,9 @@ from .shell import Shell
 REACHED_S = 5.0
 """How long a call waits for the agent to learn where it is reached itself."""
 
+GRACE_SHARE = 0.9
+"""What of the grace is used; the rest is for a busy machine to end the process in."""
+
 SAY_S = 10.0
 """How often an agent that is to stop says what it waits for."""
 
@@ -159,7 +162,16 @@ class _Agent:
         self._wake.set()
 
     def _signalled(self, number: int, frame: object) -> None:
+        if self._options.grace_s and not self._stopping:  # a tier that hangs holds up no timer
+            last = threading.Timer(GRACE_SHARE * self._options.grace_s, self._cut_off)
+            last.daemon = True
+            last.start()
         self._stop(self._stopping > 0)
+
+    def _cut_off(self) -> None:
+        """The grace is over: end, whatever hangs. What a kill cuts off, the tiers can bear."""
+        self._say(f"ended with the grace, {self._shell.behind} records undrained")
+        os._exit(3)
 
     def _close_server(self) -> None:
         with suppress(AdaCheckError):
@@ -183,15 +195,24 @@ class _Agent:
                 self._say(f"idle for {self._options.idle_s:g} s, and all is drained: ending")
                 return 0
         self._shell.hurry()
-        while self._stopping < 2 and (behind := self._shell.behind):
+        while self._stopping < 2 and (self._awaits_trainers() or self._shell.behind):
             if time.monotonic() - said > SAY_S:
                 said = time.monotonic()
+                behind = self._shell.behind
                 self._say(f"stopping when {behind} records are drained; again to stop at once")
             self._wake.clear()
             self._wake.wait(0.1)
         behind = self._shell.behind
         self._say(f"ended, {behind} records undrained" if behind else "ended, all is drained")
         return 3 if behind else 0
+
+    def _awaits_trainers(self) -> bool:
+        """Within a grace: true while trainers are here, whose last steps are still to come."""
+        if not self._options.grace_s:
+            return False
+        self._shell.heartbeat(self._server.sessions)
+        self._shell.hurry()  # a trainer that opens its term takes it back
+        return bool(self._shell.trainers)
 
     def _idle(self) -> bool:
         quiet = time.monotonic() - self._shell.active_at

@@ -149,6 +149,7 @@ def _arguments(options: AgentOptions) -> dict[str, str]:
         "listen": options.listen, "metrics": options.metrics, "domain": options.domain,
         "memory": str(options.memory or ""), "drain-rate": str(options.drain_rate or ""),
         "idle-s": f"{options.idle_s:g}" if options.idle_s else "",
+        "grace": f"{options.grace_s:g}" if options.grace_s else "",
     }  # fmt: skip
     return {name: value for name, value in found.items() if value}
 

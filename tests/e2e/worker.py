@@ -95,7 +95,7 @@ def _train(out: str, store: str, options: dict) -> None:
     os.environ["ADACHECK_NODE"] = options.get("node", "node-a")
     warnings.simplefilter("error")
     if "hang" in options:
-        _hang_while(Path(options["hang"]))
+        hang_while(Path(options["hang"]))
     handled: list[int] = []
     if options.get("handler"):
 
@@ -150,7 +150,7 @@ def _train(out: str, store: str, options: dict) -> None:
             write(stored=status.stored, drained=status.drained, error=status.last_error)
 
 
-def _hang_while(there: Path) -> None:
+def hang_while(there: Path) -> None:
     """Make puts of objects hang while a file is there, as those of a server that is gone do."""
     from adacheck_store.tiers.object_local import LocalObjects
 
