@@ -115,11 +115,12 @@ class Crew:
 
     @property
     def near_to(self) -> Nearness:
-        """For every part what its rank's own agent has, then all memories, then all LMDBs too."""
+        """For every part its rank's own agent, with its LMDB, all agents, and all LMDBs too."""
         memories = frozenset(f"agent {name}" for name in self._endpoints)
         disks = frozenset(f"lmdb of {name}" for name in self._endpoints)
         return {
             part_name(rank): (
+                frozenset({f"agent {about['node']}"}),
                 frozenset({f"agent {about['node']}", f"lmdb of {about['node']}"}),
                 memories, memories | disks,
             )

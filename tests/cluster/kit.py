@@ -15,6 +15,7 @@ from adacheck_store.tiers.base import Tier
 from adacheck_store.tiers.lmdb import LmdbTier
 from tests.agent.kit import Node, free_port, until
 from tests.agent.trainer import MEMORY, RUN
+from tests.cluster.lender import Lender
 from tests.cluster.network import Network
 from tests.ranks.worker import check_rows, rows_of
 
@@ -30,8 +31,11 @@ Reference = list[dict[int, tuple[str, str]]]
 class Host(Node):
     """A node with an address of its own."""
 
-    def __init__(self, folder: Path, name: str, network: Network, number: int) -> None:
+    def __init__(
+        self, folder: Path, name: str, network: Network, number: int, lender: Lender | None
+    ) -> None:
         super().__init__(folder, name)
+        self.lender = lender
         network.add(number)
         self.network, self.number = network, number
         self.address = network.address(number)
@@ -47,7 +51,7 @@ class Host(Node):
     def pids(self, *, agents: bool = False) -> list[int]:
         """Processes that run on it; the agents, or all else."""
         mark = f"ADACHECK_RUNTIME={self.runtime}".encode()
-        found = []
+        found = [] if agents or self.lender is None else self.lender.pids(self.name)
         for entry in os.scandir("/proc"):
             if not entry.name.isdigit():
                 continue
@@ -93,9 +97,10 @@ class Cluster:
 
     def __init__(
         self, folder: Path, network: Network, kind: str, sizes: Mapping[str, int],
-        reference: Reference, **config: Any,
+        reference: Reference, *, lent: bool = False, **config: Any,
     ) -> None:  # fmt: skip
         self.folder, self.network, self.reference = folder, network, reference
+        self.lender = Lender(str(folder / "lender"), self._inside) if lent else None
         self.hosts: dict[str, Host] = {}
         self.starts: list[Start] = []
         self.agents: list[int] = []
@@ -108,8 +113,13 @@ class Cluster:
     def host(self, name: str) -> Host:
         """A node, made when it is first asked for."""
         if name not in self.hosts:
-            self.hosts[name] = Host(self.folder, name, self.network, len(self.hosts) + 1)
+            self.hosts[name] = Host(
+                self.folder, name, self.network, len(self.hosts) + 1, self.lender
+            )  # fmt: skip
         return self.hosts[name]
+
+    def _inside(self, name: str) -> tuple[int, bool] | None:
+        return self.network.inside(self.hosts[name].number)
 
     def start(self, names: str, faults: Mapping[str, str] | None = None, **config: Any) -> Start:
         """Start torchrun on nodes, the first with rank 0; ``faults`` see `worker.arm`."""
@@ -151,6 +161,9 @@ class Cluster:
         """End everything."""
         for host in self.hosts.values():
             host.end()
+        if self.lender is not None:
+            self.lender.end()
+            self.lender = None
 
 
 class Start:
@@ -167,6 +180,10 @@ class Start:
         self.gate(0)
         self.faults(faults)
         port = free_port()
+        lender = hosts[0].lender
+        words = (
+            ["tests.cluster.worker"] if lender is None else ["tests.cluster.lender", lender.path]
+        )
         self.processes = []
         for number, host in enumerate(hosts):
             with open(folder / f"log{number}", "w") as log:
@@ -174,7 +191,7 @@ class Start:
                     "torch.distributed.run", "--nnodes", str(len(hosts)), "--node-rank",
                     str(number), "--nproc-per-node", str(self.ranks // len(hosts)),
                     "--max-restarts", "20", "--monitor-interval", "0.1", "--master-addr",
-                    hosts[0].address, "--master-port", str(port), "-m", "tests.cluster.worker",
+                    hosts[0].address, "--master-port", str(port), "-m", *words,
                     str(folder), stdout=log,
                 )  # fmt: skip
             self.processes.append(run)

@@ -126,6 +126,10 @@ class Network:
         """Words that make a command run on a node."""
         return [] if self._outer is None else self._enter(self._nodes[number])
 
+    def inside(self, number: int) -> tuple[int, bool] | None:
+        """A process in a node's namespaces, and whether a user's is one of them; None if none."""
+        return None if self._outer is None else (self._nodes[number].pid, "U" in "".join(self._way))
+
     def end(self) -> None:
         """Let all namespaces go, which end with the last process in them."""
         for space in reversed(self._held):

@@ -26,9 +26,10 @@ STATE = 15 * 20011 // 2 * 12
 """Bytes of a rank's state: half of the two large layers, with moments."""
 
 
-def test_a_run_that_loses_all_there_is_to_lose(cluster):
+@pytest.mark.parametrize("lent", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_run_that_loses_all_there_is_to_lose(cluster, lent):
     """Chapter by chapter, each going on where the one before has left the run."""
-    made = cluster("fsdp", 2, SIZES)
+    made = cluster("fsdp", 2, SIZES, lent=lent)
     chapters = (
         begins, loses_a_trainer, loses_all_trainers, fails_while_recovering, loses_a_node,
         is_haunted_by_a_zombie, loses_more_than_k,
