@@ -245,6 +245,7 @@ class Start:
         """Let the ranks train up to a step, and wait until all holders have it."""
         self.gate(step)
         self.every(restart, "held", step)
+        self.check(restart)
 
     def restored(self, restart: int) -> list[dict[str, Any]]:
         """What every rank has restored: one step, on all."""
