@@ -110,9 +110,9 @@ class Peer:
             self._streams.release()
 
     def alive(self) -> bool:
-        """Whether the agent answered a moment ago; False where nobody has asked it yet."""
+        """Whether the agent answered a moment ago; False while a connection is still being made."""
         session = self._session
-        return session is not None and not session.dead
+        return session is not None and session.ready and not session.dead
 
     def close(self) -> None:
         """Close all connections; calls under way fail. Idempotent."""

@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,13 @@ def test_a_stopped_agent_that_goes_on(host: Host) -> None:
             yield block
 
     unavailable(lambda: tier.put([StreamSource(source, change=stop_amid)]))
+    # While a connection is being made nobody has answered yet: the kernel alone takes it.
+    with ThreadPoolExecutor(1) as threads:
+        again = threads.submit(lambda: unavailable(lambda: list(tier.list(""))))
+        while not again.done():
+            assert not tier.peer.alive()
+            time.sleep(0.02)
+        again.result()
     host.signal(signal.SIGCONT)
     tier.put([source])
     assert same(tier, [source])
