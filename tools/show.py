@@ -20,7 +20,9 @@ from adacheck_store.format.errors import (
 from adacheck_store.format.head import Head, SealedHead
 from adacheck_store.format.keys import parse_key
 from adacheck_store.format.layout import decode_layout
+from adacheck_store.format.manifest import decode_manifest
 from adacheck_store.recovery import Prover, RestorePlan, tolerant_line
+from adacheck_store.redundancy.listing import summary
 from adacheck_store.store import Store
 
 from .export import plain_scalar
@@ -195,6 +197,11 @@ def body_of(head: Head) -> dict[str, Any]:
             return {"tree": tree, "refers_to": dict(extra.refs)}
         case "layout":
             return _layout_body(head)
+        case "manifest":
+            manifest = decode_manifest(head)
+            said = {k: readable(v) for k, v in head.body.items() if k != "redundancy"}
+            found = {"redundancy": summary(manifest)} if manifest.redundancy else {}
+            return said | found
         case _:
             return {name: readable(value) for name, value in head.body.items()}
 

@@ -177,6 +177,7 @@ def test_a_name_that_means_one_content_needs_no_scope() -> None:
     [
         {0: [held("w", (WHOLE, {0, 1}))], 1: [held("w", (WHOLE, {1}))]},
         {0: [held("w", (WHOLE, {1}))], 1: []},
+        {0: [held("w", (WHOLE, {1}), (WHOLE, {1}))], 1: []},
         {0: [held("w", (WHOLE, {0, 1}), (WHOLE, {0, 1}))], 1: [held("w", (WHOLE, {0, 1}))]},
     ],
 )
