@@ -167,11 +167,11 @@ def test_what_killed_agents_leave_is_reclaimed_at_start_and_nothing_else(here: N
 
 
 def test_idle_agent_ends_when_all_is_drained(here: Node) -> None:
-    trainer = Trainer(here, 10, idle_s=2.0, drain_rate=600)
+    trainer = Trainer(here, 10, idle_s=1.0, drain_rate=2500)
     trainer.reach(10)
     assert here.status()["drains"]["far"]["waiting_records"] > 0
     pid = here.pid()
-    time.sleep(2.5)
+    time.sleep(1.5)
     assert here.pid() == pid  # the trainer is silent, and there
     assert here.status()["drains"]["far"]["waiting_records"] > 0
     trainer.kill()
