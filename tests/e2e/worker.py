@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import random
 import select
@@ -11,17 +10,14 @@ import signal
 import time
 from pathlib import Path
 
+from tests.ranks.worker import _context, check_rows, digest, rows_of, step, told, writes
+
 STEPS = 30
 BASE_EVERY = 6
 OBJECT_LAG = 3
 WINDOW = 2
 WIDTH = 5120
 """Of the model's middle: two blocks in its largest array."""
-
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(  # torch._dynamo is what making an optimizer imports, in 2 s
-    ["torch", "torch._dynamo", "adacheck_store.trainer_hooks.attach"]
-)
 
 
 def _training(width: int):
@@ -43,45 +39,12 @@ def _training(width: int):
     return model, optimizer, schedule, loader
 
 
-def digest(model, optimizer, schedule) -> str:
-    """One digest of every parameter, buffer, moment, counter, hyper-parameter and RNG."""
-    import torch
-
-    from adacheck_store.arrays import byte_view
-    from adacheck_store.format.ids import record_id
-
-    blob = bytearray()
-    for name, tensor in sorted(model.state_dict().items()):
-        blob += name.encode() + bytes(byte_view(tensor.contiguous()))
-    for index, state in enumerate(optimizer.state.get(p, {}) for p in model.parameters()):
-        for role in sorted(state):
-            blob += f"{index}{role}".encode() + bytes(byte_view(state[role].contiguous()))
-    groups = [
-        sorted((k, repr(v)) for k, v in g.items() if k != "params") for g in optimizer.param_groups
-    ]
-    blob += repr(groups).encode() + repr(sorted(schedule.state_dict().items())).encode()
-    blob += bytes(byte_view(torch.get_rng_state())) + repr(random.getstate()).encode()
-    return record_id(bytes(blob))
-
-
-def _step(model, optimizer, schedule, batch) -> float:
-    import torch
-
-    optimizer.zero_grad()
-    loss = torch.nn.functional.mse_loss(model(batch[0]), batch[1]) * (1 + random.random())
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    schedule.step()
-    return loss.item()
-
-
 def _reference(out: str, width: int) -> None:
     model, optimizer, schedule, loader = _training(width)
     rows = {0: (digest(model, optimizer, schedule), "")}
-    for step, batch in zip(range(1, STEPS + 1), loader, strict=False):
-        loss = _step(model, optimizer, schedule, batch)
-        rows[step] = (digest(model, optimizer, schedule), loss.hex())
+    for number, batch in zip(range(1, STEPS + 1), loader, strict=False):
+        loss = step(model, optimizer, schedule, batch)
+        rows[number] = (digest(model, optimizer, schedule), loss.hex())
     Path(out).write_text(json.dumps(rows))
 
 
@@ -107,11 +70,7 @@ def _train(out: str, store: str, options: dict) -> None:
         signal.signal(signal.SIGTERM, handler)
     model, optimizer, schedule, loader = _training(options.get("width", WIDTH))
     with open(out, "w", encoding="utf-8") as journal:
-
-        def write(**row) -> None:
-            journal.write(json.dumps(row) + "\n")
-            journal.flush()
-
+        write = writes(journal)
         with attach(
             model, optimizer, run="e2e", store=store, policy=options.get("policy", "lossless"),
             window=WINDOW, base_every=options.get("base_every", BASE_EVERY),
@@ -119,9 +78,7 @@ def _train(out: str, store: str, options: dict) -> None:
         ) as ckpt:  # fmt: skip
             ckpt.track(schedule=schedule)
             report = ckpt.restore()
-            write(restored=report.step, digest=digest(model, optimizer, schedule),
-                  certificate=str(report.certificate), reasons=list(report.reasons),
-                  tiers=sorted(report.tiers or {}))  # fmt: skip
+            write(**told(report, model, optimizer, schedule))
             if options.get("inspect") == "die":
                 os._exit(0)
             if options.get("inspect"):
@@ -130,17 +87,17 @@ def _train(out: str, store: str, options: dict) -> None:
                 ckpt.flush(60)
             if options.get("fails"):
                 failpoints.arm(options["fails"])
-            for step, batch in enumerate(ckpt.batches(loader), report.step + 1):
-                if step > STEPS:
+            for number, batch in enumerate(ckpt.batches(loader), report.step + 1):
+                if number > STEPS:
                     break
-                loss = _step(model, optimizer, schedule, batch)
-                if step == options.get("stuck"):
-                    write(stuck=step)
+                loss = step(model, optimizer, schedule, batch)
+                if number == options.get("stuck"):
+                    write(stuck=number)
                     select.select([], [], [], 600)
                 try:
-                    assert ckpt.end_step() == step
+                    assert ckpt.end_step() == number
                 finally:  # also where the run stops
-                    write(step=step, loss=loss.hex(), handled=len(handled))
+                    write(step=number, loss=loss.hex(), handled=len(handled))
                 time.sleep(options.get("pause_s", 0.0))
             fired = not failpoints._armed
             write(final=STEPS, digest=digest(model, optimizer, schedule), fired=fired)
@@ -189,14 +146,7 @@ class Worker:
 
     def rows(self) -> list[dict]:
         """The journal's whole lines."""
-        found = []
-        text = self.out.read_text() if self.out.exists() else ""
-        for line in text.splitlines():
-            try:
-                found.append(json.loads(line))
-            except ValueError:
-                break
-        return found
+        return rows_of(self.out)
 
     def last_step(self) -> int:
         """The last step this process finished, -1 if none."""
@@ -219,10 +169,4 @@ def make_reference(folder: Path, width: int = WIDTH) -> dict[int, tuple[str, str
 
 def check_against(reference: dict[int, tuple[str, str]], worker: Worker) -> None:
     """Everything a worker reported equals the uninterrupted run."""
-    for row in worker.rows():
-        if "restored" in row:
-            assert row["digest"] == reference[row["restored"]][0], row
-        if "loss" in row:
-            assert row["loss"] == reference[row["step"]][1], row
-        if "final" in row:
-            assert row["digest"] == reference[row["final"]][0], row
+    check_rows(reference, worker.rows())
