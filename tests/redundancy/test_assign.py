@@ -104,6 +104,7 @@ def test_copies_on_one_host_do_not_count_as_two() -> None:
         found = assign(states(pair), topology(2, 2), policy=policy)
         survives_all(found)
         assert [network(part) for part in found.parts] == [1, 1]
+        assert {kept for part in found.parts for kept in part.kept} == {Keep.PARAMETER}
 
 
 def test_work_is_shared_out() -> None:
@@ -117,7 +118,24 @@ def test_work_is_shared_out() -> None:
             for r in range(8)}  # fmt: skip
     parts = assign(states(many), topology(*[1] * 8)).parts
     assert len({p.owner for p in parts}) == 3
+    for part in parts:  # who drains has it on its own node
+        assert part.owner in {holder.source for holder in part.holders if holder.local}
     assert len({h.node for p in parts for h in p.holders}) == 6
+
+
+@pytest.mark.parametrize("nodes", [[1] * 5, [2] * 3, [2] * 8, [3] * 4, [4] * 7, [8] * 2])
+@pytest.mark.parametrize("k", [1, 2])
+def test_every_node_holds_as_much(nodes: list[int], k: int) -> None:
+    """Of shards of one size on nodes of one size, whatever their numbers are."""
+    if len(nodes) <= k:
+        return
+    size = sum(nodes)
+    found = assign(states(zero3(size, elements=size)), topology(*nodes), k=k)
+    held_by = [holder.node for part in found.parts for holder in part.holders]
+    counts = {held_by.count(f"n{node}") for node in range(len(nodes))}
+    assert max(counts) - min(counts) <= 1
+    sent = [h.source for p in found.parts for h in p.holders if not h.local]
+    assert {sent.count(rank) for rank in range(size)} == {k}
 
 
 def test_names_of_parts_go_on() -> None:

@@ -214,6 +214,16 @@ def test_holdings_from_findings() -> None:
     assert [h.optimizer.piece for h in (first, second) if h.optimizer] == [shard(0, 4), shard(2, 4)]
 
 
+def test_a_piece_of_the_optimizer_goes_with_the_parameter_around_it() -> None:
+    """Where a rank holds several pieces of a parameter; those without one stand alone."""
+    found = holdings(
+        [finding("param", {0}, shard(0, 2)), finding("param", {0, 1}, shard(1, 2)),
+         finding("exp_avg", {0}, shard(3, 4))]
+    )  # fmt: skip
+    pieces = [(h.param and h.param.piece, h.optimizer and h.optimizer.piece) for h in found]
+    assert pieces == [(shard(1, 2), shard(3, 4)), (shard(0, 2), None)]
+
+
 @pytest.mark.parametrize(
     ("outer", "inner", "inside"),
     [
