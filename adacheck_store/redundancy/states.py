@@ -214,21 +214,25 @@ def _states_of(tensor: _Held, common: _Common) -> list[State]:
     lone: dict[_Place, Holding] = {}
     for rank, held in zip(*tensor, strict=True):
         copies = common.of(held)
-        if held.optimizer is not None:
-            place = held.optimizer.piece, copies
-            seen[place] += rank in copies
-            if place not in found:
-                found[place] = _state(held, *place)
-        elif held.param is not None:
-            lone.setdefault((held.param.piece, copies), held)
+        main = held.optimizer or held.param
+        if main is None:
+            continue
+        place = main.piece, copies
+        if held.optimizer is None or held.param is None:
+            lone.setdefault(place, held)
+            continue
+        seen[place] += rank in copies
+        if place not in found:
+            found[place] = _state(held, *place)
     if lone:
         made: dict[Ranks, set[Piece]] = defaultdict(set)
         for state in found.values():
             made[state.param].add(state.piece)
         for place, held in lone.items():
-            if not tile(place[0], made.get(place[1], ()), held.shape):
+            part = held.optimizer is None and tile(place[0], made.get(place[1], ()), held.shape)
+            if not part:
                 found[place] = _state(held, *place)
-                seen[place] = len(_holders(tensor, place) & place[1])
+                seen[place] = len(_holders(tensor, place, held.optimizer is None) & place[1])
     for place, count in seen.items():
         if count != len(place[1]):
             raise GroupError(
@@ -239,12 +243,12 @@ def _states_of(tensor: _Held, common: _Common) -> list[State]:
     return sorted(_scoped(list(found.values())), key=_order)
 
 
-def _holders(tensor: _Held, place: _Place) -> Ranks:
-    """Who holds this parameter, with optimizer's state or without."""
-    return frozenset(
-        rank for rank, held in zip(*tensor, strict=True)
-        if held.param is not None and (held.param.piece, held.param.copies) == place
-    )  # fmt: skip
+def _holders(tensor: _Held, place: _Place, params: bool) -> Ranks:
+    """Who holds this side, the parameter or the optimizer's, with the other or without."""
+    sides = (
+        (rank, held.param if params else held.optimizer) for rank, held in zip(*tensor, strict=True)
+    )
+    return frozenset(rank for rank, side in sides if side and (side.piece, side.copies) == place)
 
 
 def _state(held: Holding, piece: Piece, copies: Ranks) -> State:

@@ -71,6 +71,13 @@ def test_a_rack_makes_copies_unsafe(policy: Policy) -> None:
     assert all(change.unsafe for change in found)
 
 
+def test_trainers_count_where_they_are_what_is_relied_on() -> None:
+    """Copies on four nodes: two agents hold them, or all four trainers do."""
+    for policy, least in ((Policy.AGENT, 1), (Policy.LIVE, 3)):
+        made = revised(assign(states(ddp(4)), topology(1, 1, 1, 1), policy=policy))
+        assert tolerances(made) == {("", "w0"): least}
+
+
 def test_a_node_that_is_gone() -> None:
     """Fewer copies are left, and of what had none elsewhere none."""
     made = revised(assign(states(figure6(2)), topology(1, 1)))

@@ -136,6 +136,17 @@ def test_zero_redundancy_optimizer() -> None:
     ]
 
 
+def test_moments_on_more_ranks_than_the_parameter() -> None:
+    """Those without a parameter are a state of their own, which nobody has to disagree about."""
+    moments = (WHOLE, everyone(3))
+    found = states({0: [held("w", (WHOLE, {0}), moments)], 1: [held("w", None, moments)],
+                    2: [held("w", None, moments)]})  # fmt: skip
+    assert [(s.copies, s.param, s.optimizer) for s in found] == [
+        ({0}, {0}, {0, 1, 2}),
+        ({0, 1, 2}, set(), {0, 1, 2}),
+    ]
+
+
 def test_flat_partitions() -> None:
     """Flat ranges make a parameter up; where one is missing the parameter is a state too."""
     both = (WHOLE, everyone(3))

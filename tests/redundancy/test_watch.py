@@ -110,6 +110,19 @@ def test_a_parameter_diverges_away_from_its_optimizer() -> None:
     assert after[2:] == before[1:]
 
 
+def test_moments_diverge_where_there_is_no_parameter() -> None:
+    """What such a rank has, and is kept of it, is its moments alone."""
+    one = State(
+        scope="", name="w0", piece=WHOLE, copies=frozenset({0}), param=frozenset({0}),
+        optimizer=everyone(3), param_bytes=192, optimizer_bytes=1152,
+    )  # fmt: skip
+    spot = W0._replace(role="exp_avg")
+    found = Watch([one], agreed=0).compare(5, report(3, spot, {2: b"x"}))
+    rest, own = split([one], found)
+    assert (rest.copies, rest.optimizer) == ({0}, {0, 1})
+    assert (own.copies, own.param, own.optimizer, own.param_bytes) == ({2}, NOBODY, {2}, 0)
+
+
 def test_no_state_is_lost_by_any_divergence() -> None:
     """Whoever diverges, each rank that held a state holds one with its name and piece after."""
     source = random.Random(3)
