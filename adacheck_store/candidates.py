@@ -21,6 +21,7 @@ from adacheck_store.format.errors import (
 from adacheck_store.tiers.base import Tier
 
 from .catalog import Catalog, read_catalog
+from .deaths import Ceiling
 from .fetch import BlocksLostError, Fetcher
 from .group import SOLO, Group, lead, share
 from .plan_json import decode_plan, encode_plan
@@ -50,9 +51,10 @@ class _Planner:
     """Plans on rank 0, again and again: each time without what was found damaged meanwhile."""
 
     def __init__(
-        self, catalog: Catalog, step: int | None, term: str, near: Nearness = NOWHERE
-    ) -> None:
-        self._catalog = catalog
+        self, catalog: Catalog, step: int | None, term: str, near: Nearness = NOWHERE,
+        ceiling: Ceiling | None = None,
+    ) -> None:  # fmt: skip
+        self._catalog, self._ceiling = catalog, ceiling
         self._step, self._term, self._near = step, term, near
         self._newest = -1
         self._reasons: list[str] = []
@@ -61,7 +63,7 @@ class _Planner:
     def plan(self) -> RestorePlan:
         """The newest step left (or the one asked for), with all reasons why it is not newer."""
         try:
-            plan = plan_restore(self._catalog, self._step, self._term)
+            plan = plan_restore(self._catalog, self._step, self._term, self._ceiling)
         except RestoreError as error:
             raise _with_damage(error, self._damage) from self._damage
         self._newest = max(self._newest, plan.newest)
@@ -92,20 +94,20 @@ def carry_out(
     tiers: Sequence[Tier], run: str, work: Callable[[Fetcher, RestorePlan], T], *,
     step: int | None = None, term: str = "", catalog: Catalog | None = None,
     group: Group = SOLO, check: Callable[[RestorePlan], None] = lambda plan: None,
-    near: Nearness = NOWHERE,
+    near: Nearness = NOWHERE, ceiling: Ceiling | None = None,
 ) -> Outcome[T]:  # fmt: skip
     """Plan, and do ``work``; where it meets damage, again with the newest step left without it.
 
     ``work`` is done once for every plan tried: it must begin anew each time. In a group rank 0
     plans, all do their work, and all go on to the next plan or return. ``check`` may refuse a
-    plan; ``near`` see `recovery.nearer`. Raises `RestoreError`, `NotProvableError`, or what made
-    every candidate fail.
+    plan; ``near`` see `recovery.nearer`; no step above ``ceiling`` is planned.
+    Raises `RestoreError`, `NotProvableError`, or what made every candidate fail.
     """
     if group.rank != 0:
         catalog = Catalog(run=run)
     elif catalog is None:
         catalog = read_catalog(tiers, run)
-    planner = _Planner(catalog, step, term, near)
+    planner = _Planner(catalog, step, term, near, ceiling)
 
     def planned() -> RestorePlan:
         plan = planner.plan()

@@ -130,7 +130,7 @@ def _note_json(context: click.Context, _: click.Parameter, value: bool) -> bool:
 
 def open_url(url: str, cache: str | None) -> Store:
     """The store, open for reading."""
-    from adacheck_store.session import open_for_reading
+    from adacheck_store.store import open_for_reading
 
     return open_for_reading(url, cache)
 

@@ -36,7 +36,8 @@ class Settings:
     ``lmdb_bytes``: capacity of the LMDB tier (0: nine tenths of what the disk has for it). ``k``:
     failure domains that the agents' memories survive losing at once; without agents not used.
     ``sigterm_grace_s``: seconds in which a trainer that gets SIGTERM stores what it has and ends
-    (0: the signal is left alone).
+    (0: the signal is left alone). ``max_deaths``: attempts that end without getting any further,
+    one after the other, before a restore begins at an older step (0: it never does).
     """
 
     policy: str = "lossless"
@@ -56,6 +57,7 @@ class Settings:
     lmdb_bytes: int = 0
     k: int = 1
     sigterm_grace_s: float = 0.0
+    max_deaths: int = 3
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
@@ -64,7 +66,7 @@ class Settings:
             raise UsageError(f"resume {self.resume!r}", hint=f"one of {RESUMES}")
         least = {
             "window": 1, "base_every": 1, "full_every": 1, "object_lag": 1, "keep_bases": 1,
-            "start_step": 0, "k": 0,
+            "start_step": 0, "k": 0, "max_deaths": 0,
         }  # fmt: skip
         for name, low in least.items():
             value = getattr(self, name)

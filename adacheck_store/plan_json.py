@@ -33,6 +33,7 @@ def encode_plan(plan: RestorePlan) -> Any:
         ],
         "extras": {rank: [_encode_ref(r) for r in refs] for rank, refs in plan.extras.items()},
         "reasons": [_clean(reason) for reason in plan.reasons[:REASONS_MAX]],
+        "passed_over": plan.passed_over,
     }  # fmt: skip
 
 
@@ -41,7 +42,7 @@ def decode_plan(value: Any) -> RestorePlan:
     try:
         found = strict.fields(
             value, "run", "term", "step", "newest", "manifest", "manifest_id", "parts", "extras",
-            "reasons",
+            "reasons", "passed_over",
         )  # fmt: skip
         head = decode_head(found["manifest"].encode())
         return RestorePlan(
@@ -54,6 +55,7 @@ def decode_plan(value: Any) -> RestorePlan:
                 for rank, refs in strict.fields(found["extras"]).items()
             },
             reasons=tuple(strict.text(text) for text in strict.items(found["reasons"])),
+            passed_over=_name(found["passed_over"]),
         )  # fmt: skip
     except (ValueError, TypeError, AttributeError) as error:
         raise GroupError(f"rank 0 sent no restore plan: {error}"[:400]) from error

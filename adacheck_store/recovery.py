@@ -14,6 +14,7 @@ from adacheck_store.format.errors import ChainBrokenError, NotProvableError, Res
 from adacheck_store.format.manifest import Manifest
 
 from .catalog import Catalog, Gaps, RecordRef
+from .deaths import Ceiling
 from .proof import Proof, Segment, by_step, prove_part, sole
 
 
@@ -34,7 +35,7 @@ class RestorePlan:
 
     ``extras`` maps each rank to its extra, and the earlier ones it refers to. ``newest`` is the
     newest step of which anything was seen on the line; ``reasons`` say why newer steps than
-    ``step`` cannot be proven.
+    ``step`` were not taken. ``passed_over`` is that of these which is a `deaths.Ceiling`, if any.
     """
 
     run: str
@@ -46,6 +47,7 @@ class RestorePlan:
     extras: Mapping[str, tuple[RecordRef, ...]]
     newest: int
     reasons: tuple[str, ...] = ()
+    passed_over: str = ""
 
 
 Nearness = Mapping[str, Sequence[frozenset[str]]]
@@ -244,11 +246,14 @@ class Prover:
         return "has a delta, but no base that its chain reaches, or that still serves"
 
 
-def plan_restore(catalog: Catalog, step: int | None = None, term: str = "") -> RestorePlan:
-    """The newest provable step of the line, or the step asked for.
+def plan_restore(
+    catalog: Catalog, step: int | None = None, term: str = "", ceiling: Ceiling | None = None
+) -> RestorePlan:
+    """The newest provable step of the line that is not above ``ceiling``, or the step asked for.
 
-    Raises `RestoreError` for a run without history, `NotProvableError` naming the reasons and,
-    for a step asked for, the nearest steps that are provable.
+    Raises `RestoreError` for a run without history and where all is above the ceiling,
+    `NotProvableError` naming the reasons and, for a step asked for, the nearest steps that are
+    provable.
     """
     line = tolerant_line(catalog, term)
     prover = Prover(catalog, line)
@@ -259,18 +264,33 @@ def plan_restore(catalog: Catalog, step: int | None = None, term: str = "") -> R
         if isinstance(plan, str):
             raise _refusal(catalog, prover, step, plan)
         return replace(plan, newest=newest)
-    reasons: list[str] = []
+    over = str(ceiling) if ceiling is not None and newest > ceiling.step else ""
+    reasons: list[str] = [over] if over else []
     for candidate in seen:
+        if ceiling is not None and candidate > ceiling.step:
+            continue
         plan = prover.prove(candidate)
         if isinstance(plan, RestorePlan):
-            return replace(plan, newest=newest, reasons=tuple(reasons))
+            return replace(plan, newest=newest, reasons=tuple(reasons), passed_over=over)
         reasons.append(plan)
+    if ceiling is not None and (steps := prover.provable_steps()):
+        raise _nothing_older(catalog, ceiling, steps)
     summary = "; ".join(reasons[:5]) or "no base and no delta"
     if line[0].manifest.parent_term:
         summary += f"; the manifest of the term before, {line[0].manifest.parent_term}, is missing"
     raise NotProvableError(
         f"no step of the line can be proven: {summary}", run=catalog.run, term=line[-1].term,
         hint="fsck names the damage; older branches are reached by naming their term",
+    )  # fmt: skip
+
+
+def _nothing_older(catalog: Catalog, ceiling: Ceiling, steps: Sequence[int]) -> RestoreError:
+    """The refusal where only steps above the ceiling are provable."""
+    return RestoreError(
+        f"{ceiling}; no older step can be proven, only those from {steps[0]} to {steps[-1]}",
+        run=catalog.run, step=steps[-1],
+        hint=f"find out why (the processes' own output says it); restore(step={steps[-1]}) begins "
+        "at that step all the same, and the count anew",
     )  # fmt: skip
 
 

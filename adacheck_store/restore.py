@@ -28,6 +28,7 @@ from adacheck_store.tiers.base import Tier
 from .arrays import tensor_of, torch_dtype
 from .candidates import carry_out
 from .catalog import Catalog, RecordRef, read_catalog
+from .deaths import Ceiling
 from .drift import Drift, measure, stretch, too_much
 from .fetch import ArrayReader, BlocksLostError, Fetcher
 from .fold import Fold, FoldReport
@@ -77,7 +78,7 @@ class Restored:
     """State of a run at a step, in staging memory, and how it was come by.
 
     ``extras`` maps a rank to its tree, with torch tensors. ``lost`` is how many steps newer than
-    ``step`` were seen and could not be proven, with ``reasons``; ``tiers`` maps each tier to the
+    ``step`` were seen and not taken, with ``reasons``; ``tiers`` maps each tier to the
     bytes it gave. ``plan`` is what was executed.
     """
 
@@ -132,14 +133,14 @@ def restore_state(
     tiers: Sequence[Tier], run: str, *, step: int | None = None, term: str = "",
     catalog: Catalog | None = None, max_drift: float = float("inf"), group: Group = SOLO,
     own: tuple[str, str] | None = None, near: Nearness = NOWHERE,
-    check: Callable[[RestorePlan], None] = lambda plan: None,
+    check: Callable[[RestorePlan], None] = lambda plan: None, ceiling: Ceiling | None = None,
 ) -> Restored:  # fmt: skip
     """The newest provable state of a run (or that of ``step``), fetched, verified and folded.
 
     Tiers are given nearest first. Where this machine's arithmetic is not the trainer's, the drift
     of such folds is measured; if it is above ``max_drift`` no delta is folded. ``own`` is the part
-    and the rank that are fetched (all, if not given); ``near`` see `recovery.nearer`. Raises
-    `RestoreError`, `NotProvableError`, or what made every candidate fail.
+    and the rank that are fetched (all, if not given); ``near`` see `recovery.nearer`, ``ceiling``
+    see `deaths`. Raises `RestoreError`, `NotProvableError`, or what made every candidate fail.
     """
 
     def work(fetcher: Fetcher, whole: RestorePlan) -> _Fetched:
@@ -153,8 +154,9 @@ def restore_state(
         return parts, reports, extras, drift
 
     done = carry_out(
-        tiers, run, work, step=step, term=term, catalog=catalog, group=group, check=check, near=near
-    )
+        tiers, run, work, step=step, term=term, catalog=catalog, group=group, check=check,
+        near=near, ceiling=ceiling,
+    )  # fmt: skip
     parts, reports, extras, drift = done.result
     mine = done.plan if own is None else _only(done.plan, *own)
     return Restored(

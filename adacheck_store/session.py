@@ -11,7 +11,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from adacheck_store.format.errors import (
-    AdaCheckError,
     ModelMismatchError,
     OrderError,
     RestoreError,
@@ -30,6 +29,8 @@ from adacheck_store.format.record import Record
 from .boundary import Boundary, Link
 from .catalog import Catalog, RecordRef, Trouble, read_catalog
 from .config import Settings, arm_failpoints
+from .deaths import Ceiling, ceiling_of
+from .excuse import Excuse
 from .group import SOLO, Group, lead, same, share, together
 from .opening import Opened, Opening, without_unbegun
 from .recovery import NOWHERE, RestorePlan
@@ -73,6 +74,8 @@ class RunSession:
         self._told: tuple[Trouble, ...] = ()
         self._catalog = self._read_catalog() if group.rank == 0 else Catalog(run=run)
         self._term: Term | None = None
+        self._excuse = Excuse(store.far, run)
+        self._ceiling: Ceiling | None = None
         self._decided = False
         self._restored: Restored | None = None
         self._writer: Writer | None = None
@@ -132,7 +135,8 @@ class RunSession:
 
     def together(self, what: str, work: Callable[[], T]) -> T:
         """Do something on every rank; where it fails on any, all raise."""
-        return together(self.group, what, work)
+        with self._excuse.refusals():
+            return together(self.group, what, work)
 
     @property
     def has_history(self) -> bool:
@@ -157,15 +161,22 @@ class RunSession:
         if self._decided:
             raise OrderError("this session has already restored", run=self.run)
         same(self.group, "restore", {"step": step, "term": term, "resume": resume})
-        if not self._enter(lambda: self._claim(resume, step)):
-            return None
-        self._restored = restore_state(
-            self.store.tiers, self.run, step=step, term=term,
-            catalog=self._catalog if self.group.rank == 0 else None,
-            max_drift=self.settings.max_drift, group=self.group, own=(self.part, self.rank),
-            near=self._crew.near_to if self._crew else NOWHERE, check=self._check_ranks,
-        )  # fmt: skip
+        with self._excuse.refusals():
+            if not self._enter(lambda: self._claim(resume, step)):
+                return None
+            if step is not None or term:
+                self._excuse.give("a step or term was asked for")
+                self._ceiling = None
+            self._restored = restore_state(
+                self.store.tiers, self.run, step=step, term=term,
+                catalog=self._catalog if self.group.rank == 0 else None,
+                max_drift=self.settings.max_drift, group=self.group, own=(self.part, self.rank),
+                near=self._crew.near_to if self._crew else NOWHERE, check=self._check_ranks,
+                ceiling=self._ceiling,
+            )  # fmt: skip
         self._decided = True
+        if self._restored.plan.passed_over:
+            log.warning("run %s: %s", self.run, self._restored.plan.passed_over)
         return self._restored
 
     def _enter(self, claim: Callable[[], bool]) -> bool:
@@ -195,8 +206,9 @@ class RunSession:
             )  # fmt: skip
         if self._term is None:  # a try that found nothing to restore leaves its claim to the next
             seen = [manifest.term for manifest in self._catalog.manifests.values()]
-            self._term = claim_term(self.store.far, self.run, seen)
+            self._term = self._excuse.term = claim_term(self.store.far, self.run, seen)
         self._catalog = self._read_kept()
+        self._ceiling = ceiling_of(self._catalog, str(self._term), self.settings.max_deaths)
         if resume != "never":
             refuse_unknown(self._catalog)
             if not self.has_history:
@@ -242,11 +254,13 @@ class RunSession:
         if not self._decided and self._enter(self._claim_unrestored):
             raise OrderError("the run has got a history meanwhile: restore it", run=self.run)
         assert self._term is not None
-        opened = Opening(
+        opening = Opening(
             store=self.store, run=self.run, term=self._term, group=self.group,
             settings=self.settings, restored=self._restored, base=base, extra=extra,
             announce=self._announce,
-        ).open(layout, start_step)  # fmt: skip
+        )  # fmt: skip
+        with self._excuse.refusals():
+            opened = opening.open(layout, start_step)
         self._layouts[opened.link.layout] = layout
         self._run_threads(opened, layout)
         self._step = opened.manifest.step
@@ -350,8 +364,9 @@ class RunSession:
     def status(self) -> Status:
         """Where the session stands."""
         writer, upkeep = self._running()
+        over = self._restored.plan.passed_over if self._restored else ""
         return status_of(self.store, writer, upkeep, run=self.run, term=str(self._term),
-                         step=self._step, mismatch=self._mismatch)  # fmt: skip
+                         step=self._step, mismatch=self._mismatch, passed_over=over)  # fmt: skip
 
     def _unsaved(self) -> str:
         return unsaved(self.store, *self._running(), self._step)
@@ -367,6 +382,8 @@ class RunSession:
         clean = self._writer is None or self._writer.close(timeout_s)
         if self._upkeep is not None:
             clean = self._upkeep.close(max(0.0, deadline - time.monotonic())) and clean
+        if clean and self._restored is not None:
+            clean = self._excuse.at_end(max(0.0, deadline - time.monotonic()))
         if clean:
             self.store.close()
         else:
@@ -376,11 +393,3 @@ class RunSession:
 
 def _left(deadline: float | None) -> float | None:
     return None if deadline is None else max(0.0, deadline - time.monotonic())
-
-
-def open_for_reading(url: str, cache: str | os.PathLike[str] | None = None) -> Store:
-    """Open a store read-only; claims nothing."""
-    try:
-        return open_store(url, cache=cache)
-    except AdaCheckError as error:
-        raise error.at(path=url) from error.__cause__

@@ -310,3 +310,11 @@ def agent_lmdb(node: str, run: str) -> str:
 def lmdb_name(node: str) -> str:
     """Tier name of a node's LMDB."""
     return "lmdb" if node == node_name() else f"lmdb:{node}"
+
+
+def open_for_reading(url: str, cache: str | os.PathLike[str] | None = None) -> Store:
+    """Open a store read-only; claims nothing."""
+    try:
+        return open_store(url, cache=cache)
+    except AdaCheckError as error:
+        raise error.at(path=url) from error.__cause__

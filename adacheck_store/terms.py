@@ -102,6 +102,11 @@ def claim_term(tier: Tier, run: str, seen: Iterable[str] = ()) -> Term:
     return Term.parse(claim.term)
 
 
+def excuse_term(tier: Tier, run: str, term: Term, why: str) -> None:
+    """Say in the log that the end of a term is no death: by a second claim, which opens nothing."""
+    _append(tier, run, lambda index: Claim(run=run, term=str(term), index=index, excuse=why))
+
+
 def put_floor(
     tier: Tier, run: str, *, term: str, terms: tuple[str, ...], step: int, kept: tuple[int, ...],
     ignore: Iterable[str] = (),

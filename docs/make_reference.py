@@ -50,7 +50,7 @@ SECTIONS: list[tuple[str, str, list[tuple[str, str]]]] = [
         "Looking at a store",
         "What the command line is made of. Verbs take an open store and yield rows.",
         [
-            ("adacheck_store.session", "open_for_reading"),
+            ("adacheck_store.store", "open_for_reading"),
             ("adacheck_store.store", "Store"),
             ("adacheck_store.tools.ls", "ls"),
             ("adacheck_store.tools.ls", "RunRow"),

@@ -146,15 +146,22 @@ def _check_manifest(manifest: Manifest) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """The claim of a term: log entry ``index``, made by conditional create."""
+    """The claim of a term: log entry ``index``, made by conditional create.
+
+    With an ``excuse`` it is a second one of a term that is claimed, and says why the term's end,
+    though it may have got no further, is no death.
+    """
 
     run: str
     term: str
     index: int
+    excuse: str = ""
 
     def seal(self, info: Mapping[str, Any] | None = None) -> SealedHead:
         """The claim's record."""
-        head = Head(kind="claim", run=self.run, term=self.term, step=self.index)
+        body = {"excuse": self.excuse} if self.excuse else {}
+        head = Head(kind="claim", run=self.run, term=self.term, step=self.index, body=body)
+        decode_log(head)
         return SealedHead.seal(head, info)
 
 
@@ -184,7 +191,11 @@ class Floor:
 def decode_log(head: Head) -> Claim | Floor:
     """A claim or floor from its head; raises `MalformedError` (rule ``log``)."""
     if head.kind == "claim":
-        return Claim(run=head.run, term=head.term, index=head.step or 0)
+        try:
+            excuse = strict.text(head.body["excuse"]) if "excuse" in head.body else ""
+        except (TypeError, ValueError) as exc:
+            raise MalformedError(f"not a claim: {exc}"[:300], rule="log") from exc
+        return Claim(run=head.run, term=head.term, index=head.step or 0, excuse=excuse)
     if head.kind != "floor":
         raise MalformedError(f"a {head.kind} in the log", rule="kind")
     try:

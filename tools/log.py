@@ -20,7 +20,8 @@ class TermRow:
     """A term: where it leaves its parent, the steps seen of it, and its place in the log.
 
     ``line_steps`` is the stretch of the line that it gives (empty for a branch); ``claim`` the
-    index of its claim (None: not in the log). A term that was claimed and never began to write
+    index of its claim (None: not in the log), ``excuse`` says why its end was no death, where the
+    log does. A term that was claimed and never began to write
     has no ``revisions``.
     """
 
@@ -34,6 +35,7 @@ class TermRow:
     line_steps: str
     revisions: int
     claim: int | None
+    excuse: str = ""
     tips: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -59,7 +61,8 @@ def log(store: Store, run: str = "") -> Iterator[TermRow | FloorRow]:
 
 def terms(catalog: Catalog) -> Iterator[TermRow]:
     """A row for each term that has a claim or a manifest."""
-    claims = {claim.term: claim.index for claim in catalog.claims}
+    claims = {claim.term: claim.index for claim in catalog.claims if not claim.excuse}
+    excuses = {claim.term: claim.excuse for claim in catalog.claims if claim.excuse}
     names = {*claims, *(manifest.term for manifest in catalog.manifests.values())}
     try:
         line = {segment.term: segment for segment in tolerant_line(catalog)}
@@ -79,7 +82,7 @@ def terms(catalog: Catalog) -> Iterator[TermRow]:
             parent=origin.parent_term if origin else "",
             fork_step=origin.fork_step if origin and origin.parent_term else None,
             first=origin.step if origin else None, steps=ranges(steps), line_steps=on_line,
-            revisions=len(revisions), claim=claims.get(term),
+            revisions=len(revisions), claim=claims.get(term), excuse=excuses.get(term, ""),
             tips=dict(origin.tips) if origin else {},
         )  # fmt: skip
 

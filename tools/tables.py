@@ -82,10 +82,11 @@ def print_log(console: Console, rows: list[TermRow | FloorRow]) -> None:
     """Terms and floors."""
     _print(
         console,
-        _table("Terms", "claim", "term", "line", "parent", "fork", "first", "steps", "on the line"),
+        _table("Terms", "claim", "term", "line", "parent", "fork", "first", "steps", "on the line",
+               "excuse"),
         (
             (r.claim, r.term, r.on_line, r.parent or None, r.fork_step, r.first, r.steps,
-             r.line_steps)
+             r.line_steps, r.excuse or None)
             for r in rows if isinstance(r, TermRow)
         ),
     )  # fmt: skip

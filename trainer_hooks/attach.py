@@ -46,6 +46,7 @@ def attach(
     max_drift: float = 1e-3,
     agents: Agents | None = None,
     sigterm_grace_s: float = 0.0,
+    max_deaths: int = 3,
 ) -> Checkpointer:
     """Keep a checkpoint of every step of a run in the store at a URL.
 
@@ -73,7 +74,8 @@ def attach(
     With ``sigterm_grace_s`` SIGTERM, to any rank, ends the run within so many seconds: all ranks
     leave the loop at one boundary by `Stopped`, a `SystemExit` of 143, and store what they can.
 
-    What is not supported is refused here, before the store is touched.
+    After ``max_deaths`` attempts in a row that died without getting past the newest step (0: never)
+    `restore` begins at an older one. What is not supported is refused before the store is touched.
     """
     ranks = find_group() if group is None else group
 
@@ -84,14 +86,12 @@ def attach(
             policy=policy, window=window, base_every=base_every, full_every=full_every,
             object_lag=object_lag, keep_bases=keep, start_step=start_step, resume=resume,
             strict=strict, lmdb_bytes=lmdb_bytes, bounded_every=bounded_every,
-            max_drift=max_drift, k=k, sigterm_grace_s=sigterm_grace_s,
+            max_drift=max_drift, k=k, sigterm_grace_s=sigterm_grace_s, max_deaths=max_deaths,
         )  # fmt: skip
 
     settings = together(ranks, "arguments of attach", checked)
-    session = RunSession.open(
-        store, run, cache=cache, settings=settings, group=ranks, agents=agents
-    )
-    return _held(session, lambda: Checkpointer(model, optimizer, session, settings, names, ranks))
+    held = RunSession.open(store, run, cache=cache, settings=settings, group=ranks, agents=agents)
+    return _held(held, lambda: Checkpointer(model, optimizer, held, settings, names, ranks))
 
 
 def _held(session: RunSession, make: Callable[[], Checkpointer]) -> Checkpointer:

@@ -88,8 +88,8 @@ class RestoreReport:
     """What `Checkpointer.restore` found.
 
     ``step`` is the step the run goes on from (``start_step`` on a fresh run, where
-    ``certificate`` is None). ``lost`` counts newer steps that were seen and could not be proven,
-    for ``reasons``; ``tiers`` maps tiers to the bytes they gave. ``carried`` is what
+    ``certificate`` is None). ``lost`` counts newer steps that were seen and not taken, for
+    ``reasons``; ``tiers`` maps tiers to the bytes they gave. ``carried`` is what
     `Checkpointer.carry` was given before that step.
     """
 

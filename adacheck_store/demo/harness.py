@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from adacheck_store.catalog import read_catalog
-from adacheck_store.session import open_for_reading
+from adacheck_store.store import open_for_reading
 
 from .cluster import Node, Start
 from .trainer import BASE_EVERY, OBJECT_LAG, WINDOW, Job

@@ -79,6 +79,8 @@ def _train(out: str, store: str, options: dict) -> None:
             ckpt.track(schedule=schedule)
             report = ckpt.restore()
             write(**told(report, model, optimizer, schedule))
+            if not report.fresh:
+                write(passed_over=ckpt.status().passed_over)
             if options.get("inspect") == "die":
                 os._exit(0)
             if options.get("inspect"):
@@ -91,6 +93,10 @@ def _train(out: str, store: str, options: dict) -> None:
                 if number > STEPS:
                     break
                 loss = step(model, optimizer, schedule, batch)
+                if number == options.get("poisoned"):
+                    ckpt.flush(60, far=False)
+                    assert options.get("by") != "assert", "loss is NaN"
+                    os.kill(os.getpid(), signal.SIGKILL)
                 if number == options.get("stuck"):
                     write(stuck=number)
                     select.select([], [], [], 600)

@@ -129,7 +129,7 @@ class Decoder:
     def _body(self, head: dict[str, Any]) -> None:
         kind, body = head["kind"], head["body"]
         if kind == "claim":
-            return need(body == {}, "body")
+            return self._object(body, "body claim excuse") if body else None
         more = self.column("body base bounded", "field") if body.get("class") == "bounded" else []
         if kind == "manifest" and body.keys() - set(self.column("body manifest", "field")):
             more = self.column("body manifest redundancy", "field")

@@ -368,7 +368,17 @@ JUNK: list[Json] = [None, True, -1, 2**53, "", "x", "../x", [], [[]], {}, {"$d":
 
 
 @pytest.mark.parametrize(
-    "name", ["delta", "base", "extra", "layout", "manifest-fork", "manifest-redundancy", "floor"]
+    "name",
+    [
+        "delta",
+        "base",
+        "extra",
+        "layout",
+        "manifest-fork",
+        "manifest-redundancy",
+        "floor",
+        "claim-excused",
+    ],
 )
 def test_only_our_errors_leave_a_decoder(name: str) -> None:
     """Whatever stands at whatever place, a decoder answers or raises one of ours."""

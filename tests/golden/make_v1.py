@@ -280,7 +280,9 @@ def golden() -> dict[str, Golden]:
     floor = Floor(
         run=RUN, term=CHILD, index=7, tier="zarr", terms=(CHILD, TERM), step=64, kept=(10, 20)
     )
+    excused = Claim(run=RUN, term=CHILD, index=8, excuse="ended")
     found["claim"] = Golden(claim, decode_log, Record(claim.seal(INFO), {}))
+    found["claim-excused"] = Golden(excused, decode_log, Record(excused.seal(INFO), {}))
     found["floor"] = Golden(floor, decode_log, Record(floor.seal(INFO), {}))
 
     def state(

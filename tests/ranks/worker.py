@@ -236,6 +236,9 @@ def _train(out: str, rank: int, ranks: int, port: int, prefix: str, kind: str, o
                 grow(kind, model, optimizer, number)
                 loss = step(model, optimizer, schedule, batch)
                 evaluate(model, number)
+                if number == options.get("poisoned", {}).get(rank):
+                    ckpt.flush(60, far=False)
+                    os.kill(os.getpid(), signal.SIGKILL)
                 try:
                     assert ckpt.end_step() == number
                 finally:  # also where the run stops

@@ -14,7 +14,8 @@ from click.testing import CliRunner, Result
 from adacheck_store.cli import main
 from adacheck_store.config import Settings
 from adacheck_store.restore import Restored, restore_state
-from adacheck_store.session import RunSession, open_for_reading
+from adacheck_store.session import RunSession
+from adacheck_store.store import open_for_reading
 from adacheck_store.tiers.base import Tier
 from tests.core.toy import Toy
 

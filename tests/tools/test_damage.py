@@ -12,7 +12,7 @@ from adacheck_store.catalog import read_catalog
 from adacheck_store.format.head import SealedHead
 from adacheck_store.format.keys import parse_key
 from adacheck_store.format.record import Record
-from adacheck_store.session import open_for_reading
+from adacheck_store.store import open_for_reading
 from adacheck_store.tiers.base import RecordSource
 from adacheck_store.tiers.object_local import LocalObjects
 from adacheck_store.tiers.zarr import ZarrTier

@@ -1,0 +1,160 @@
+"""Excuses: which ends are no deaths, said once, in the log, and never at the cost of an end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from adacheck_store.catalog import read_catalog
+from adacheck_store.config import Settings
+from adacheck_store.excuse import Excuse
+from adacheck_store.format.errors import (
+    GroupError,
+    ModelMismatchError,
+    NotProvableError,
+    RestoreError,
+    TierError,
+    TierUnavailableError,
+)
+from adacheck_store.session import RunSession
+from adacheck_store.store import open_store
+from adacheck_store.terms import claim_term, read_log
+from adacheck_store.tiers.memory import MemoryTier
+from tests.core.kit import QUICK, BrokenTier, GateTier, Journal, begin, make_toy, train
+
+ENDS: dict[str, tuple[BaseException | None, bool]] = {
+    "no exception": (None, True),
+    "exit 0": (SystemExit(0), True),
+    "exit without a number": (SystemExit(), True),
+    "exit 1": (SystemExit(1), False),
+    "SIGTERM": (SystemExit(143), False),
+    "Ctrl-C": (KeyboardInterrupt(), True),
+    "a tier": (TierError("no room"), True),
+    "another rank": (GroupError("rank 1: RuntimeError: CUDA out of memory"), False),
+    "NaN": (AssertionError("loss is NaN"), False),
+    "out of memory": (MemoryError(), False),
+}
+
+
+def excuses(tier: MemoryTier) -> list[str]:
+    """All that are in a tier's log."""
+    return [entry.excuse for entry in read_log(tier, "run") if getattr(entry, "excuse", "")]
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_what_ends_well(end: str) -> None:
+    """The exception that is leaving decides; without a term nothing is said."""
+    error, well = ENDS[end]
+    tier = MemoryTier()
+    nobody, excuse = Excuse(tier, "run"), Excuse(tier, "run")
+    excuse.term = claim_term(tier, "run")
+    for one in (nobody, excuse, excuse):
+        try:
+            if error is not None:
+                raise error
+        except BaseException:
+            assert one.at_end(30)
+        else:
+            assert one.at_end(30)
+    assert excuses(tier) == ["ended"] * well
+    assert len(read_log(tier, "run")) == 1 + well
+
+
+def test_a_tier_that_hangs_or_fails_keeps_nobody() -> None:
+    """It is waited for no longer than was said; an error is logged."""
+    gate, broken = GateTier(MemoryTier()), BrokenTier(MemoryTier())
+    excuse = Excuse(gate, "run")
+    excuse.term = claim_term(gate, "run")
+    gate.gate.clear()
+    assert not excuse.at_end(0.05)
+    gate.gate.set()
+    excuse = Excuse(broken, "run")
+    excuse.term = claim_term(broken, "run")
+    broken.fault = lambda keys: TierUnavailableError("gone")
+    assert excuse.at_end(30)
+
+
+@pytest.fixture
+def url(tmp_path) -> str:
+    """A store with a run of nine steps, whose trainer died."""
+    found = f"file://{tmp_path}/store"
+    toy, journal = make_toy(), Journal()
+    session = RunSession.open(found, "run", settings=QUICK)
+    begin(session, toy, journal)
+    train(session, toy, journal, 9)
+    session.flush(60)
+    _die(session.close)
+    return found
+
+
+def _die(close: Callable[[], None]) -> None:
+    """Close as a ``with`` does that an exception leaves."""
+    try:
+        raise AssertionError("loss is NaN")
+    except AssertionError:
+        close()
+
+
+def _attempt(url: str, do: Callable[[RunSession], None] | None = None, **how: object) -> int:
+    """An attempt that ends by an exception after ``do``; the step it began at."""
+    session = RunSession.open(url, "run", settings=Settings(grace_s=0.0, max_deaths=2))
+    try:
+        toy = make_toy()
+        restored = session.restore(**how)
+        assert restored is not None
+        if do is not None:
+            do(session)
+        session.start(toy.layout, start_step=0, base=toy.base, extra=toy.extra)
+        return restored.step
+    finally:
+        _die(session.close)
+
+
+def _excused(url: str) -> list[str]:
+    with open_store(url) as store:
+        return [claim.excuse for claim in read_catalog(store.tiers, "run").claims if claim.excuse]
+
+
+def test_deaths_are_counted_and_the_rest_is_not(url: str) -> None:
+    """A refusal is no death; a step that was asked for begins the count anew."""
+
+    def refuse(session: RunSession) -> None:
+        def wrong() -> None:
+            raise ModelMismatchError("another model")
+
+        session.together("load", wrong)
+
+    def crash(session: RunSession) -> None:
+        raise MemoryError
+
+    assert [_attempt(url), _attempt(url)] == [9, 9]
+    for _ in range(3):
+        with pytest.raises(ModelMismatchError):
+            _attempt(url, refuse)
+    assert _attempt(url) == 8
+    with pytest.raises(MemoryError):
+        _attempt(url, crash)
+    assert _attempt(url) == 2
+    with pytest.raises(NotProvableError):
+        _attempt(url, step=40)
+    with pytest.raises(RestoreError, match=r"restore\(step=2\)"):
+        _attempt(url)
+    assert _attempt(url, step=2) == 2
+    assert [_attempt(url), _attempt(url), _attempt(url)] == [2, 2, 1]
+    found = _excused(url)
+    assert found[:3] == ["ModelMismatchError: another model"] * 3
+    assert found[3] == found[5] == "a step or term was asked for"
+    assert "have died without getting past step 9" in found[4]
+    assert len(found) == 6
+
+
+def test_a_session_that_ends_well_clears_the_count(url: str) -> None:
+    """As a run that is finished, and started again."""
+    assert _attempt(url) == 9
+    session = RunSession.open(url, "run", settings=QUICK)
+    assert session.restore() is not None
+    session.close()
+    assert _attempt(url) == 9
+    assert _attempt(url) == 8
+    assert _excused(url) == ["ended"]
