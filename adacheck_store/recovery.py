@@ -28,6 +28,11 @@ class PartPlan:
     deltas: tuple[RecordRef, ...]
     link: str
 
+    @property
+    def step(self) -> int:
+        """The step that it gives."""
+        return self.deltas[-1].step if self.deltas else self.base.step
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestorePlan:

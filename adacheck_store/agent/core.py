@@ -293,7 +293,8 @@ class AgentCore:
             keys = [
                 ref.key for ref in doomed
                 if replica.places.get(ref.key, 0) & place
-                and (not lower or replica.places[ref.key] & lower & ~place)
+                and (not lower or replica.places[ref.key] & lower & ~place
+                     or not self.drains.wants(ref.key))
                 and not (own and place == LMDB)
             ]  # fmt: skip
             if keys:
@@ -304,20 +305,20 @@ class AgentCore:
                 yield ev.Drop(place, tuple(keys))
 
     def _plan(self, part: PartReplica) -> PartPlan | None:
-        """The fold that brings a part to the watermark, or as far as one fold goes."""
+        """The fold that brings a part to the watermark, as far as one fold goes.
+
+        That is to a base that is drained, if one is on the way.
+        """
         if part.name in self._wrong and part.name not in self._pressed:
             return None
-        plan = part.fold_plan(self.view.watermark)
-        if plan is not None and len(plan.deltas) > FOLD_MOST:
-            plan = part.fold_plan(plan.deltas[FOLD_MOST - 1].step) or plan
-        return plan
+        every = self.settings.base_every if self.view.owns(part.name) else 0
+        return part.fold_plan(self.view.watermark, every, FOLD_MOST)
 
     def _fold(self, now: float) -> Iterable[Command]:
         """Begin the next fold: one at a time, for there is room for one base more."""
         for part in sorted(self.view.parts(), key=lambda part: part.name not in self._pressed):
             plan = self._plan(part)
-            pressed = part.name in self._pressed
-            if plan is None or (len(plan.deltas) < self.settings.fold_every and not pressed):
+            if plan is None or not self._worth(plan):
                 continue
             self._serial += 1
             token = f"{part.name}/{self._serial}"
@@ -325,13 +326,18 @@ class AgentCore:
             if self.share.admit(part.name, size, 0):
                 self._taken[token] = [(part.name, size, 0)]
                 place = RAM
-            elif self._lmdb(now):
-                place = LMDB
+            elif self._lmdb(now) and not self.drains.backlog(LMDB, now).records:
+                place = LMDB  # no drain will make room
             else:
                 continue
             self._folding = token
-            yield ev.Fold(token, plan, plan.deltas[-1].step, place)
+            yield ev.Fold(token, plan, plan.step, place)
             return
+
+    def _worth(self, plan: PartPlan) -> bool:
+        """True for a fold that brings much, makes room, or gives a base that is drained."""
+        many = len(plan.deltas) >= self.settings.fold_every
+        return many or plan.part in self._pressed or plan.step < self.view.watermark
 
     # Trainers and peers ----------------------------------------------------------------------
 

@@ -16,11 +16,12 @@ BATCH = 64
 
 
 class Waiting(NamedTuple):
-    """A record that waits: its step, its bytes, and since when (s)."""
+    """A record that waits: its step, its bytes, since when (s), and whether it is a base."""
 
     step: int
     nbytes: int
     since: float
+    base: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +48,9 @@ class _Queue:
 class Drains:
     """The queues of the places below memory that this agent has.
 
-    Deltas and extras all go. Of bases those that are captured, one in ``base_every`` steps, and
-    the first after a record of the chain was dropped undrained.
+    Deltas and extras all go. Of bases those that are captured, those of multiples of
+    ``base_every``, and the first: of the chain, and after a record was dropped undrained. So all
+    parts have bases of the same steps below, which a floor there needs.
     """
 
     def __init__(self, places: int, base_every: int, lag: int, lag_s: float) -> None:
@@ -56,7 +58,7 @@ class Drains:
         self._base_every = base_every
         self._lag = lag
         self._lag_s = lag_s
-        self._bases: dict[str, int] = {}
+        self._whole: set[str] = set()
         self.hurry = False
         """True while all there is is to be drained, whatever the lag."""
         self.idle = True
@@ -68,21 +70,22 @@ class Drains:
     def note(self, ref: RecordRef, places: int, now: float) -> None:
         """A record of an own chain is here, in those places."""
         if ref.kind == "base":
-            due = ref.step - self._bases.get(ref.part, -self._base_every) >= self._base_every
-            if not due and ref.origin != "captured":
+            regular = ref.origin == "captured" or ref.step % self._base_every == 0
+            if not regular and ref.part in self._whole:
                 return
-            self._bases[ref.part] = ref.step
+            self._whole.add(ref.part)
         for queue in self._queues:
             if not places & queue.place:
                 queue.since = queue.since if queue.waiting else now
-                queue.waiting.setdefault(ref.key, Waiting(ref.step, ref.nbytes, now))
+                base = ref.kind == "base"
+                queue.waiting.setdefault(ref.key, Waiting(ref.step, ref.nbytes, now, base))
                 self.idle = False
 
     def skipped(self, ref: RecordRef) -> None:
         """A record was dropped before it was drained: the next base must be."""
         for queue in self._queues:
             if queue.waiting.pop(ref.key, None) is not None:
-                self._bases.pop(ref.part, None)
+                self._whole.discard(ref.part)
 
     def done(self, place: int, keys: Iterable[str], now: float) -> None:
         """A drain has ended; what it did not bring waits a while."""
@@ -94,17 +97,23 @@ class Drains:
                 queue.busy, queue.since = (), now
 
     def due(self, now: float) -> Iterable[Drain]:
-        """Drains to begin: to the LMDB at once, to the far tier at half its lag."""
+        """Drains to begin: to the LMDB at once, to the far tier at half its lag, or with a base."""
         self.idle = not self.behind
         for queue in self._queues:
             if queue.busy or not queue.waiting or now < queue.retry_at:
                 continue
             steps = {record.step for record in queue.waiting.values()} if queue.place == FAR else ()
             late = now - queue.since > self._lag_s
-            if self.hurry or queue.place == LMDB or late or 2 * len(steps) >= self._lag:
+            base = any(record.base for record in queue.waiting.values())
+            at_once = self.hurry or queue.place == LMDB or base
+            if at_once or late or 2 * len(steps) >= self._lag:
                 first = sorted(queue.waiting, key=lambda key: (queue.waiting[key].step, key))
                 queue.busy = tuple(first[:BATCH])
                 yield Drain(queue.place, queue.busy)
+
+    def wants(self, key: str) -> bool:
+        """True for a record that waits for some place."""
+        return any(key in queue.waiting for queue in self._queues)
 
     @property
     def behind(self) -> int:

@@ -58,6 +58,7 @@ def status(shell: Shell, memory: int) -> dict[str, Any]:
                 for name, peer in view.peers.items()
             },
             "drains": {PLACE_NAMES[place]: _drain(shell, place, now) for place in shell.drainers},
+            "floors": {PLACE_NAMES[place]: shell.prunes.floor(place) for place in shell.drainers},
             "trainers": shell.trainers, "errors": errors(shell),
             "last_errors": {
                 _name(work): {"error": str(work.last[1]), "ago_s": round(now - work.last[0], 1),

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     from .shell import Shell
 
+TRIES_A_LAG = 4
+"""Times at most to look whether a floor may rise, in `Settings.object_lag_s`: it reads lists."""
 
 Own = tuple[tuple[str, ...], tuple[str, ...]]
 """Parts and ranks."""
@@ -30,6 +32,8 @@ class Prunes:
         self._shell = shell
         self._watermark = -1
         self._queued = False
+        self._wanted = False
+        self._next = 0.0
         self._floors: dict[tuple[str, int], int] = {}
         self._rivals: tuple[str, Rivals] | None = None
         self._graves: list[tuple[float, int, list[str]]] = []
@@ -38,9 +42,35 @@ class Prunes:
     def want(self, watermark: int = -1) -> None:
         """The watermark is that step now, or something was drained (under the shell's lock)."""
         self._watermark = max(watermark, self._watermark)
-        if not self._queued:
-            self._queued = True
+        self._wanted = True
+
+    def tick(self) -> None:
+        """Called a few times a second, under the shell's lock: try, where it is time to."""
+        now = time.monotonic()
+        if self._queued or now < self._next:
+            return
+        if self._wanted or self._graves or self._behind():
+            self._queued, self._wanted = True, False
+            self._next = now + self._shell.settings.object_lag_s / TRIES_A_LAG
             self.work.give(None)
+
+    def _behind(self) -> bool:
+        """True while a floor is lower than the bases that are due would allow.
+
+        Other nodes drain theirs later, and nobody tells of it.
+        """
+        shell, every = self._shell, self._shell.settings.base_every
+        last = min(self._watermark, shell.core.view.watermark) // every
+        due = (last - (shell.settings.keep_bases - 1)) * every
+        places = [place for place in shell.drainers if place != FAR or self._prunes_far()]
+        return due > 0 and any(self.floor(place) < due for place in places)
+
+    def _prunes_far(self) -> bool:
+        return self._shell.core.view.owns(part_name(0))
+
+    def floor(self, place: int) -> int:
+        """The floor of a place in the term there is, -1 if none was raised by this process."""
+        return self._floors.get((self._shell.core.view.term, place), -1)
 
     def _failed(self, command: None, error: Exception) -> None:
         with self._shell.lock:
@@ -59,7 +89,7 @@ class Prunes:
         if self._rivals is None or self._rivals[0] != term:
             far = self._shell.places[FAR]
             self._rivals = (term, Rivals(far, self._shell.run, Term.parse(term)))
-        if part_name(0) in parts:
+        if self._prunes_far():
             self._raise(FAR, term, cap, None)
         self._raise(LMDB, term, cap, (parts, ranks))
         self._bury()

@@ -210,12 +210,19 @@ class PartReplica(Replica):
             step -= 1
         return step + 1
 
-    def fold_plan(self, step: int) -> PartPlan | None:
-        """The fold that gives a base of a step, if deltas lead to it from one."""
+    def fold_plan(self, step: int, every: int = 0, most: int = 0) -> PartPlan | None:
+        """The fold that gives a base of a step, if deltas lead to it from one.
+
+        Given ``every``, it stops at the first multiple of that on the way; given ``most``, after
+        so many deltas.
+        """
         proof = self._proof(step)
         if proof is None or not proof.length:
             return None
         base, deltas = proof.records()
+        if every and (stop := base.step - base.step % every + every) < step:
+            deltas = tuple(ref for ref in deltas if ref.step <= stop)
+        deltas = deltas[: most or None]
         return PartPlan(
             part=self.name, layout=proof.layout, base=base, deltas=deltas, link=deltas[-1].id
         )

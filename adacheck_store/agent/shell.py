@@ -195,6 +195,7 @@ class Shell:
                 self.tell(ev.Closed(name))
             if any(not session.proven for session in sessions.values()):
                 self.active_at = time.monotonic()
+            self.prunes.tick()
 
     def close_trainer(self, caller: str) -> None:
         """A trainer says that it is done."""

@@ -390,10 +390,11 @@ def test_the_newest_common_step_lies_in_every_mark() -> None:
 
 def test_drains_wait_for_half_the_lag_and_failed_ones_are_tried_again() -> None:
     agent = core(places=FAR, object_lag=6)
-    put(agent, ref("base", 0), ref("extra", 0))
-    put(agent, ref("delta", 1), ref("extra", 1))
-    out = put(agent, ref("delta", 2), ref("extra", 2))
-    (drain,) = of(ev.Drain, out)
+    (first,) = of(ev.Drain, put(agent, ref("base", 0), ref("extra", 0)))  # a base goes at once
+    assert not of(ev.Drain, agent.handle(ev.Drained(FAR, first.keys), 0.1))
+    for step in (1, 2):
+        assert not of(ev.Drain, put(agent, ref("delta", step), ref("extra", step), now=0.2))
+    (drain,) = of(ev.Drain, put(agent, ref("delta", 3), ref("extra", 3), now=0.3))
     assert len(drain.keys) == 6
     assert not of(ev.Drain, agent.handle(ev.Drained(FAR, ()), 0.5))
     assert of(ev.Drain, agent.handle(ev.Tick(), 62.0)) == [drain]

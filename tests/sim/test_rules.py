@@ -15,11 +15,12 @@ from adacheck_store.agent import acks, core, replica, view
 from adacheck_store.agent import events as ev
 from adacheck_store.agent.leases import Lease
 from adacheck_store.agent.marks import NOTHING, Mark
-from adacheck_store.agent.replica import ExtraReplica, PartReplica
+from adacheck_store.agent.replica import FAR, LMDB, ExtraReplica, PartReplica
 from adacheck_store.agent.view import View
 from adacheck_store.catalog import RecordRef
 from adacheck_store.proof import Proof, Segment
-from tests.sim.histories import Fault, Plan, make_plan, run
+from adacheck_store.retention import choose_floor
+from tests.sim.histories import Fault, Plan, build, make_plan, run
 from tests.sim.truth import Violation
 
 Off = Callable[[pytest.MonkeyPatch], None]
@@ -104,7 +105,7 @@ def test_fork_state_on_one_holder_that_then_dies(monkeypatch: pytest.MonkeyPatch
     def off(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(replica, "opening", blind)
         patch.setattr(PartReplica, "doomed", lambda self, watermark: [])
-        patch.setattr(PartReplica, "fold_plan", lambda self, step: None)
+        patch.setattr(PartReplica, "fold_plan", lambda self, *limits: None)
 
     breaks(of_kind("lose node", "kill trainers"), off, monkeypatch, "was acknowledged by")
 
@@ -249,3 +250,35 @@ def test_a_zombie_stops(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_zombie_is_not_acknowledged(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sync that waits when a newer term begins is not about that term's steps."""
     breaks(of_kind("zombie", "cut holders"), _unfenced_syncs, monkeypatch, "its term is past")
+
+
+# Floors ----------------------------------------------------------------------------------------
+
+
+def far_floor(homes: tuple[int, ...], **settings: object) -> int:
+    """The floor that the far tier bears after sixteen steps without a fault."""
+    plan = dataclasses.replace(
+        make_plan(0), nodes=3, homes=homes, k=1, window=2, places=LMDB | FAR, slack=1.0,
+        steps=16, step_s=0.1, faults=(), probes=(), **settings,
+    )  # fmt: skip
+    world = build(plan)
+    world.run(lambda: False, 12.0)
+    assert {rank.acked for rank in world.job.ranks} == {16}
+    choice = choose_floor(world.truth.catalog([("far", world.far)]), 2)
+    return -1 if choice is None else choice.step
+
+
+@pytest.mark.parametrize("fold_every", [1, 3, 8])
+@pytest.mark.parametrize("homes", [(0, 1, 2), (0, 0, 1)])
+def test_parts_pass_through_bases_of_one_step(
+    homes: tuple[int, ...], fold_every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A floor needs bases of all parts at one step, which their watermarks need not have been.
+
+    Here bases are of each fourth step; the watermark ends at 15.
+    """
+    assert far_floor(homes, fold_every=fold_every) == 8
+    real = PartReplica.fold_plan
+    straight = lambda self, step, every, most: real(self, step, 0, most)  # noqa: E731
+    monkeypatch.setattr(PartReplica, "fold_plan", straight)
+    assert far_floor(homes, fold_every=fold_every) < 8
