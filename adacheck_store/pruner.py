@@ -104,8 +104,9 @@ class Pruner:
             progress.near_floor = floor
         else:
             progress.far_floor = floor
-            with self._changed:  # it may have been tried under the lower one meanwhile
-                self.want_near()
+            if floor > current:
+                with self._changed:  # it may have been tried under the lower one meanwhile
+                    self.want_near()
         if doomed:
             grace_s = 0.0 if tier is self._store.near else self._settings.grace_s
             self._graves.append((time.monotonic() + grace_s, tier, doomed))
