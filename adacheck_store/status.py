@@ -59,12 +59,13 @@ class Status:
 
     ``step`` is the last boundary handed over, ``stored`` the last one synced in the near tier,
     ``drained`` the last one in the far tier, ``base`` the newest base. ``exposed``: training goes
-    on without being saved. ``exactness`` is the class of the newest base; ``mismatch`` says what
-    the last fold found wrong with the chain, if one ever did. ``passed_over`` says which newer
-    steps the restore has passed over because every attempt from there had died. ``drift`` is how
-    far folds here were from what the trainer had, as the last captured base showed it (None:
-    nothing was compared, as in class ``exact``). ``busy_s`` says for how long each thread has been
-    at what it is doing: at a tier that hangs, for as long as it hangs. Bytes are totals since the
+    on without being saved. ``degraded``: fewer than k+1 agents hold this rank's newest step.
+    ``exactness`` is the class of the newest base; ``mismatch`` says what the last fold found wrong
+    with the chain, if one ever did. ``passed_over`` says which newer steps the restore has passed
+    over because every attempt from there had died. ``drift`` is how far folds here were from what
+    the trainer had, as the last captured base showed it (None: nothing was compared, as in class
+    ``exact``). ``busy_s`` says for how long each thread has been at what it is doing: at a tier
+    that hangs, for as long as it hangs. Bytes are totals since the
     writer started; ``background_cpu_s`` is the processor time of the writer's and upkeep's threads.
     """
 
@@ -90,6 +91,7 @@ class Status:
     drift: Drift | None = None
     busy_s: Mapping[str, float] = field(default_factory=dict)
     passed_over: str = ""
+    degraded: bool = False
 
 
 def status_of(
@@ -109,7 +111,7 @@ def status_of(
         compactions=progress.compactions, background_cpu_s=writer.cpu_s + progress.cpu_s,
         near=store.near.traits.name, far=store.far.traits.name,
         exactness=progress.exactness, mismatch=mismatch, drift=progress.drift,
-        busy_s=busy(writer, upkeep), passed_over=passed_over,
+        busy_s=busy(writer, upkeep), passed_over=passed_over, degraded=progress.degraded,
     )  # fmt: skip
 
 

@@ -50,3 +50,4 @@ class Progress:
     drift: Drift | None = None
     exactness: str = "exact"
     cpu_s: float = 0.0
+    degraded: bool = False

@@ -38,8 +38,6 @@ class AgentUpkeep:
         self._ending = threading.Event()
         self.progress = Progress()
         self.error: AdaCheckError | None = None
-        self.exposed = False
-        self.watermark = -1
         self._rival: TermError | None = None
         self._thread = threading.Thread(target=self._watch, name="adacheck-news", daemon=True)
         self._thread.start()
@@ -102,8 +100,7 @@ class AgentUpkeep:
         progress.drained = max(progress.drained, int(said["drained"]))
         progress.base = max(progress.base, int(said["base"]))
         progress.bytes_drained = int(said["bytes_drained"])
-        self.watermark = int(said["watermark"])
-        self.exposed = self._part in said["exposed"]
+        progress.degraded = self._part in said["exposed"]
         wrong = {name: text for name, text in said["errors"].items() if "call-" not in name}
         text = "; ".join(f"{name}: {error}" for name, error in sorted(wrong.items()))
         self.error = TierError(f"the agent: {text}", run=self._run) if text else None

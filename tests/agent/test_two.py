@@ -71,11 +71,13 @@ def test_lost_holder_is_said_and_seeded_anew(pair: tuple[Node, Node]) -> None:
     assert session.status().stored == 16
     status = here.status()
     assert all(chain["exposed"] for chain in status["chains"].values())
+    until(lambda: session.status().degraded, "the trainer is told")
     assert not status["chains"]["p000000"]["holders"]["b"]["live"]
     assert status["watermark"] <= 12  # what the holder may come back for stays
     other.agent()
     until(lambda: other.status()["chains"].get("p000000", {}).get("newest_step") == 16, "seeded")
     until(lambda: not any(c["exposed"] for c in here.status()["chains"].values()), "two again")
+    until(lambda: not session.status().degraded, "the trainer is told of that too")
     train(session, toy, journal, 10)
     session.flush(30.0, far=False)
     session.close()
