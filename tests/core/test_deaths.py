@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 
@@ -108,6 +110,7 @@ CASES: dict[str, tuple[list[Attempt], int | None]] = {
     "the newest were lost": (
         [first(999), *[dead(at, at + 20) for at in range(40, 400, 20)]], None),
     "the newest were lost meanwhile": ([first(50), dead(50), dead(50), dead(40)], None),
+    "what came before is pruned": ([first(-1), dead(50), dead(50), dead(50)], 49),
     "what passed is pruned": ([first(-1), *[dead(50)] * 3, dead(49), dead(80, 99)], None),
     "the first step": ([first(-1), *[dead(0)] * 9], None),
     "the first step, of another number": ([first(-1, start=7), *[dead(7)] * 9], None),
@@ -132,6 +135,22 @@ def test_how_many_is_told(most: int) -> None:
         assert (found is not None) == (0 < most <= deaths)
         if found is not None:
             assert (found.deaths, found.reached) == (deaths, 50)
+
+
+@pytest.mark.parametrize("short", [*PARTS, *RANKS])
+def test_what_one_part_or_rank_has_not_written_is_not_reached(short: str) -> None:
+    """All others have written ten steps more, each time."""
+    catalog = catalog_of([first(50), *[dead(50, 60)] * 3])
+    assert ceiling_of(catalog, NOW, 3) is None
+
+    def cut(table: Mapping[tuple[str, str], tuple[RecordRef, ...]]) -> dict[Any, Any]:
+        late = {place for place in table if place[1] == short and place[0] > "t000002"}
+        return {place: () if place in late else refs for place, refs in table.items()}
+
+    catalog = replace(catalog, deltas=cut(catalog.deltas), extras=cut(catalog.extras))
+    found = ceiling_of(catalog, NOW, 3)
+    assert found is not None
+    assert found.step == 49
 
 
 def test_a_poisoned_step_is_left_behind_or_the_run_refuses() -> None:

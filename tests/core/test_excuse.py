@@ -128,7 +128,15 @@ def test_deaths_are_counted_and_the_rest_is_not(url: str) -> None:
     def crash(session: RunSession) -> None:
         raise MemoryError
 
-    assert [_attempt(url), _attempt(url)] == [9, 9]
+    def lose(session: RunSession) -> None:
+        def gone() -> None:
+            raise GroupError("rank 1 did not come")
+
+        session.together("load", gone)
+
+    assert _attempt(url) == 9
+    with pytest.raises(GroupError):
+        _attempt(url, lose)
     for _ in range(3):
         with pytest.raises(ModelMismatchError):
             _attempt(url, refuse)

@@ -6,6 +6,7 @@ import pytest
 
 from adacheck_store.catalog import read_catalog
 from adacheck_store.store import open_store
+from adacheck_store.tools.fsck import fsck
 from adacheck_store.tools.log import TermRow, log
 from tests.e2e.worker import STEPS, Worker, check_against, make_reference
 
@@ -48,7 +49,12 @@ def test_a_step_that_kills_every_attempt(tmp_path):
     assert starts[7:] == [STEPS] * 4
     assert [ref.step for ref in held.deltas[first, "p000000"]] == list(range(1, POISONED))
     with open_store(store) as opened:
-        said = [row.excuse for row in log(opened, "e2e") if isinstance(row, TermRow)]
+        rows = [row for row in log(opened, "e2e") if isinstance(row, TermRow)]
+        claims = [item for item in read_catalog(opened.tiers, "e2e").claims if not item.excuse]
+        findings = [item for item in fsck(opened, "e2e") if getattr(item, "severity", "")]
+    assert [item.kind for item in findings if item.severity == "damage"] == []
+    assert [(row.term, row.claim) for row in rows] == [(item.term, item.index) for item in claims]
+    said = [row.excuse for row in rows]
     refused = [index for index, text in enumerate(said) if text.startswith("ModelMismatchError")]
     assert refused == [1, 3, 5, 7]
     assert [index for index, text in enumerate(said) if text == "ended"] == [10, 11, 12, 13, 14]

@@ -266,6 +266,8 @@ MANIFESTS: dict[str, tuple[str, Change, str]] = {
     "a part too few": (
         WHO, put([{"class": "none", "holders": [], "states": [0, 0, 0, 1, 1, 2]}],
                  *FOUND, "parts"), "manifest"),
+    "excuse empty": ("claim-excused", put("", "body", "excuse"), "log"),
+    "excuse is a list": ("claim-excused", put(["ended"], "body", "excuse"), "log"),
     "floor without tier": ("floor", drop("body", "tier"), "log"),
     "floor tier empty": ("floor", put("", "body", "tier"), "log"),
     "floor without terms": ("floor", put([], "body", "terms"), "log"),
