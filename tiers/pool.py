@@ -128,25 +128,41 @@ class Peer:
     @contextmanager
     def _lent(self) -> Iterator[tuple[_Session, Channel]]:
         """A connection of the present session; it goes back unless it was discarded."""
-        end = time.monotonic() + self.limits.answer_s
-        session = self._live(time.monotonic() + self.limits.connect_s)
-        with self._changed:
-            while session.lent >= self._most and not session.dead:
-                if not self._changed.wait(max(0.0, end - time.monotonic())):
-                    raise TierBusyError(
-                        f"all {self._most} connections are in use", path=str(self.endpoint)
-                    )
-            session.lent += 1
-        channel: Channel | None = None
+        session, channel = self._lend()
         try:
-            channel = session.take() or self._connected(session, "calls")
             yield session, channel
         finally:
-            if channel is not None:
-                session.give(channel)
+            session.give(channel)
+            self._one_less(session)
+
+    def _lend(self) -> tuple[_Session, Channel]:
+        """A connection, counted as lent; of a new session if the present one ends meanwhile.
+
+        So it does where the agent was started anew since, or has not heard this client for long.
+        """
+        end = time.monotonic() + self.limits.answer_s
+        for attempt in (1, 2):
+            session = self._live(time.monotonic() + self.limits.connect_s)
             with self._changed:
-                session.lent -= 1
-                self._changed.notify()
+                while session.lent >= self._most and not session.dead:
+                    if not self._changed.wait(max(0.0, end - time.monotonic())):
+                        raise TierBusyError(
+                            f"all {self._most} connections are in use", path=str(self.endpoint)
+                        )
+                session.lent += 1
+            try:
+                return session, session.take() or self._connected(session, "calls")
+            except BaseException as exc:
+                self._one_less(session)
+                gone = isinstance(exc, TierUnavailableError) and session.dead
+                if not gone or attempt == 2:
+                    raise
+        raise AssertionError  # pragma: no cover
+
+    def _one_less(self, session: _Session) -> None:
+        with self._changed:
+            session.lent -= 1
+            self._changed.notify()
 
     def _live(self, end: float) -> _Session:
         """The session, begun anew if it has died; one thread connects, the others wait for it."""
@@ -205,6 +221,8 @@ class Peer:
                 raise self._unavailable(f"no hello: {exc}") from exc
             if isinstance(exc, AdaCheckError):
                 exc.at(path=str(self.endpoint))
+            if isinstance(exc, TierUnavailableError):  # the session is not known there any more
+                session.end(str(exc))
             raise
         return channel
 

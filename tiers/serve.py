@@ -293,10 +293,10 @@ class Server:
         if hello.pulse and session is None:
             session = self._sessions[hello.session] = Session(peer, time.monotonic())
             return session
-        if hello.pulse or session is None:
-            raise PeerRefusedError("no such session, or one that was there before")
-        if (session.peer.run, session.peer.proven) != (hello.run, proven):
-            raise PeerRefusedError("a session of another run")
+        if session is None:
+            raise TierUnavailableError("no such session: it has ended, or this is another agent")
+        if hello.pulse or (session.peer.run, session.peer.proven) != (hello.run, proven):
+            raise PeerRefusedError("a session of another run, or a second pulse of one")
         if len(session.members) > self._bounds.per_session:
             raise TierBusyError(f"{len(session.members)} connections of one session")
         return session

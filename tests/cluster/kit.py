@@ -179,12 +179,16 @@ class Start:
         (folder / "config.json").write_text(json.dumps(config))
         self.gate(0)
         self.faults(faults)
+        self.processes: list[Any] = []
+        self._launch()
+
+    def _launch(self) -> None:
+        hosts, folder = self.hosts, self.folder
         port = free_port()
         lender = hosts[0].lender
         words = (
             ["tests.cluster.worker"] if lender is None else ["tests.cluster.lender", lender.path]
         )
-        self.processes = []
         for number, host in enumerate(hosts):
             with open(folder / f"log{number}", "w") as log:
                 run = host.run(

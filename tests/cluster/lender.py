@@ -52,7 +52,7 @@ class Lender:
         with asked, contextlib.suppress(OSError):
             wish = json.loads(asked.makefile().readline())
             node = wish["env"]["ADACHECK_NODE"]
-            process = _context.Process(target=_be, args=(wish, self._at(node)), daemon=True)
+            process = _context.Process(target=be, args=(wish, self._at(node)), daemon=True)
             process.start()
             self.lent.setdefault(node, []).append(process)
             if asked in wait([process.sentinel, asked]):
@@ -71,20 +71,28 @@ class Lender:
         self._thread.join(10)
 
 
-def _be(wish: dict, at: tuple[int, bool] | None) -> None:
-    """A trainer's life, in a fork: the namespaces of process ``at`` (a user's too, if so)."""
+def enter(at: tuple[int, bool] | None) -> None:
+    """Move this process to the namespaces of process ``at`` (a user's too, if so)."""
     import ctypes
+
+    if at is None:
+        return
+    libc, (pid, user) = ctypes.CDLL(None, use_errno=True), at
+    kinds = [("user", CLONE_NEWUSER)] * user + [("net", CLONE_NEWNET)]
+    opened = [(os.open(f"/proc/{pid}/ns/{name}", os.O_RDONLY), kind) for name, kind in kinds]
+    for fd, kind in opened:
+        if libc.setns(fd, kind):
+            raise OSError(ctypes.get_errno(), "setns")
+        os.close(fd)
+
+
+def be(wish: dict, at: tuple[int, bool] | None) -> None:
+    """A trainer's life, in a fork, in the namespaces of process ``at``."""
     from pathlib import Path
 
     from tests.cluster import worker
 
-    if at is not None:
-        libc, (pid, user) = ctypes.CDLL(None, use_errno=True), at
-        kinds = [("user", CLONE_NEWUSER)] * user + [("net", CLONE_NEWNET)]
-        opened = [(os.open(f"/proc/{pid}/ns/{name}", os.O_RDONLY), kind) for name, kind in kinds]
-        for fd, kind in opened:
-            if libc.setns(fd, kind):
-                raise OSError(ctypes.get_errno(), "setns")
+    enter(at)
     log = os.open(wish["log"], os.O_WRONLY | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)

@@ -108,6 +108,11 @@ class Network:
         if self._outer is not None:
             self._ip(self._outer, f"link set port{number} down")
 
+    def mend(self, number: int) -> None:
+        """Put it in again."""
+        if self._outer is not None:
+            self._ip(self._outer, f"link set port{number} up")
+
     def address(self, number: int) -> str:
         """Where a node is reached by the others."""
         return f"127.0.0.{number}" if self._outer is None else f"{SUBNET}.{number}"

@@ -83,7 +83,7 @@ class Worker:
             "run": self.config["run"],
             "store": self.config["store"],
             "agents": use,
-            "group": find_group(silent_s=3.0),
+            "group": find_group(silent_s=self.config.get("silent_s", 3.0)),
         }
         with ada.attach(model, optimizer, **given, **self.config["given"]) as ckpt:
             ckpt.track(schedule=schedule)
@@ -121,16 +121,20 @@ class Worker:
             loss = step(model, optimizer, schedule, batch)
             evaluate(model, number)
             assert ckpt.end_step() == number
-            self.write(step=number, loss=loss.hex())
+            status = ckpt.status()
+            self.write(step=number, loss=loss.hex(), stored=status.stored, drained=status.drained)
             if self.fault == f"die at {number}":
                 die()
         ckpt.flush(60)
 
     def _wait(self, ckpt: Any, number: int) -> None:
         """Until the gate lets a step through; says when the step before is held by all holders."""
-        gate, held = self.folder / "gate", False
+        gate, held, said = self.folder / "gate", False, (-1, -1)
         while number > int(gate.read_text() or 0):
             status = ckpt.status()
+            if (status.stored, status.drained) != said:
+                said = (status.stored, status.drained)
+                self.write(stored=status.stored, drained=status.drained)
             if not held and status.stored == number - 1:
                 held = True
                 self.write(held=number - 1)

@@ -379,6 +379,23 @@ def test_a_tier_may_depend_on_who_calls(tmp_path: Path) -> None:
     server.close()
 
 
+def test_a_session_that_the_agent_does_not_know(tmp_path: Path) -> None:
+    """It was silent for too long, or the agent is another: a new one is begun, and nobody hears."""
+    server = Server([f"unix:{tmp_path}/a.sock"], {}, lambda *call: ({}, call[2]))
+    peer = Peer(server.endpoints[0])
+    peer.call("echo")
+    first = peer._session
+    assert first is not None
+    lent = first.take()  # somebody uses the one connection, so a second is made
+    assert lent is not None
+    del server._sessions[first.name]
+    assert peer.call("echo", payload=b"x")[1] == b"x"
+    assert first.dead
+    first.discard(lent)
+    peer.close()
+    server.close()
+
+
 def test_a_forked_child_makes_its_own(tmp_path: Path) -> None:
     """A connection belongs to one process; the parent's goes on."""
     server = Server([f"unix:{tmp_path}/a.sock"], {}, lambda *call: ({}, call[2]))

@@ -1,0 +1,1 @@
+"""Chaos: a real run on real processes that loses what a seed says, round after round."""
