@@ -29,6 +29,9 @@ from tests.ranks.worker import _context
 HEALS_S = 60.0
 """Within this training is saved again once every fault has ended."""
 
+MORE_STEPS = 6
+"""And within so many more steps."""
+
 TOLD = {"hole", "gap", "base-missing"}
 """Damage that fsck may name: what a lost or full disk lacks. No byte is wrong, nothing forks."""
 
@@ -225,13 +228,20 @@ class Chaos:
         self.stopped.clear()
 
     def _saved_again(self) -> None:
-        """Training goes on, and what it does is acknowledged again."""
-        step = self.attempt.least("step") + 2
-        self.attempt.gate(step)
-        until(
-            lambda: self.attempt.least("stored") >= step or not self.attempt.alive,
-            f"step {step} is saved: {self.attempt.log()}", HEALS_S,
-        )  # fmt: skip
+        """Training goes on, and before long what it does is acknowledged again.
+
+        Where both agents are new it takes a captured base, and so some steps.
+        """
+        step = gate = self.attempt.least("step") + 1
+        end = time.monotonic() + HEALS_S
+        while self.attempt.alive and (saved := self.attempt.least("stored")) < step:
+            late = time.monotonic() > end
+            assert not late, f"of step {step} only {saved} is saved: {self.attempt.log()}"
+            trained = self.attempt.least("step")
+            if trained >= gate and gate < step + MORE_STEPS:
+                gate += 1
+            self.attempt.gate(gate)
+            time.sleep(0.1)
 
     # Truth ------------------------------------------------------------------------------------
 

@@ -10,9 +10,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.chaos.chaos import Chaos
+from tests.chaos.chaos import MORE_STEPS, Chaos
 from tests.chaos.strikes import KINDS, Round, rounds
-from tests.cluster.kit import Cluster
+from tests.cluster.kit import GIVEN, Cluster
 from tests.cluster.network import network
 from tests.ranks.worker import Launcher
 
@@ -59,11 +59,12 @@ def play(seed: int, count: int, folder: Path, say: Callable[[str], None]) -> Res
 
 
 def _play_run(plans: list[Round], folder: Path, result: Result, say: Callable[[str], None]) -> None:
-    sizes = {"steps": sum(plan.steps + 2 for plan in plans) + 8, "width": 37}
+    steps = sum(plan.steps + MORE_STEPS for plan in plans) + 8
+    sizes, given = {"steps": steps, "width": 37}, {**GIVEN, "k": 1, "max_deaths": 0}
     with ExitStack() as stack:
         net = stack.enter_context(network())
         reference = Launcher(folder, "fsdp", 2).reference(**sizes)
-        cluster = Cluster(folder, net, "fsdp", sizes, reference, silent_s=30.0)
+        cluster = Cluster(folder, net, "fsdp", sizes, reference, given=given, silent_s=30.0)
         stack.callback(cluster.end)
         chaos = Chaos(cluster)
         stack.callback(chaos.end)
