@@ -228,20 +228,22 @@ class Chaos:
         self.stopped.clear()
 
     def _saved_again(self) -> None:
-        """Training goes on, and before long what it does is acknowledged again.
+        """Agents come back, and within some steps what training does is acknowledged again.
 
-        Where both agents are new it takes a captured base, and so some steps.
+        Where both agents are new it takes a captured base, and so steps: a gap closes with one.
         """
-        step = gate = self.attempt.least("step") + 1
-        end = time.monotonic() + HEALS_S
-        while self.attempt.alive and (saved := self.attempt.least("stored")) < step:
-            late = time.monotonic() > end
-            assert not late, f"of step {step} only {saved} is saved: {self.attempt.log()}"
-            trained = self.attempt.least("step")
-            if trained >= gate and gate < step + MORE_STEPS:
-                gate += 1
-            self.attempt.gate(gate)
-            time.sleep(0.1)
+        attempt = self.attempt
+        until(
+            lambda: all(map(self._status, self.hosts)) or not attempt.alive, "agents run", HEALS_S
+        )
+        first = attempt.least("step") + 1
+        for step in range(first, first + MORE_STEPS):
+            attempt.gate(step)
+            end = time.monotonic() + (1.0 if step < first + MORE_STEPS - 1 else HEALS_S)
+            while attempt.least("stored") < first and time.monotonic() < end and attempt.alive:
+                time.sleep(0.05)
+        saved = attempt.least("stored")
+        assert saved >= first or not attempt.alive, f"{saved} of {first}: {attempt.log()}"
 
     # Truth ------------------------------------------------------------------------------------
 
