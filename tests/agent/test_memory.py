@@ -1,18 +1,23 @@
 """What an agent's process takes, measured from outside, never exceeds what it was told it may."""
 
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.agent.kit import Node, until
-from tests.agent.trainer import MEMORY
+from adacheck_store.agent.budget import BEYOND_WINDOW, memory_for
+from tests.agent.kit import Node, two, until
+from tests.agent.trainer import MEMORY, RUN, SETTINGS
 from tests.benchmarks import resident
-from tests.benchmarks.resident import Flood, watched
+from tests.benchmarks.resident import MEBI, Flood, watched
 
 ELEMENTS = 1_000_000
 """A base of 12 MB, and deltas of 2 MB; records may fill 112 MiB."""
+
+FULL = "lmdb.head.before=raise@{0},lmdb.page.before=raise@{0}"
+"""The disk takes nothing more while a file exists, be it large or small."""
 
 
 def part(node: Node) -> dict[str, object]:
@@ -29,7 +34,7 @@ def test_far_tier_that_hangs_and_a_disk_that_is_full(here: Node, tmp_path: Path)
     """Memory, then the disk; without either the watermark frees what it can, and steps go on."""
     hangs, full = tmp_path / "hangs", tmp_path / "full"
     hangs.touch()
-    here.agent(fail=f"local.rename.before=hang@{hangs},lmdb.page.before=raise@{full}")
+    here.agent(fail=f"local.rename.before=hang@{hangs},{FULL.format(full)}")
     flood = Flood(here, ELEMENTS)
     with watched(here.pid()) as watch:
         flood.steps(20)
@@ -48,6 +53,45 @@ def test_far_tier_that_hangs_and_a_disk_that_is_full(here: Node, tmp_path: Path)
         full.unlink()
         hangs.unlink()
     assert memory["room"] < watch.peak <= MEMORY
+    flood.session.close()
+
+
+def test_peer_that_is_stopped_and_a_disk_that_is_full(
+    pair: tuple[Node, Node], tmp_path: Path
+) -> None:
+    """Nothing may go that the peer may come back for: the trainer waits, and then is refused.
+
+    So it is until the peer goes on, or (silent for ``away_s``, 30 s) has lost its seat.
+    """
+    here, other = pair
+    full = tmp_path / "full"
+    room = ELEMENTS * (2 * 12 + 4 * (SETTINGS.window + BEYOND_WINDOW)) + MEBI
+    limit = memory_for(room)  # just what is reserved: some ten deltas fill it
+    here.agent("--memory", str(limit), fail=FULL.format(full))
+    flood = Flood(here, ELEMENTS, two(here, other))
+    flood.steps(10)
+    folded(here)
+    flood.session.flush(60.0)
+    full.touch()
+    pid, errors = other.pid(), set()
+
+    def said(start: str) -> bool:
+        flood.steps(1)
+        errors.add(flood.session.status().last_error)
+        return any(error.startswith(start) for error in errors)
+
+    with watched(here.pid()) as watch:
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            until(lambda: said("the tier has not answered for 5 s"), "back-pressure")
+            until(lambda: said("no room: "), "a refusal")
+            assert part(here)["exposed"]
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        until(lambda: flood.caught_up() and not part(here)["exposed"], "two again, with room")
+    refusal = next(error for error in errors if error.startswith("no room: "))
+    assert f"tier=agent a path={here.store}/lmdb/a.{RUN}] -> free space" in refusal
+    assert watch.peak <= limit
     flood.session.close()
 
 
