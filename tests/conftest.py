@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -54,9 +55,18 @@ def skipped(config: pytest.Config) -> int:
     return len(reporter.stats.get("skipped", ())) if reporter else 0
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take over what a worker of a parallel run has left out: all leave the same out."""
+    left = getattr(node, "workeroutput", {}).get("deselected", {})
+    node.config.stash[DESELECTED] |= Counter(left)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Turn a run with skips into a failure where that was asked for."""
+    if hasattr(session.config, "workeroutput"):  # this process is a worker of a parallel run
+        session.config.workeroutput["deselected"] = dict(session.config.stash[DESELECTED])
     wanted = session.config.getoption("--fail-on-skip")
     if wanted and exitstatus == pytest.ExitCode.OK and skipped(session.config):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
