@@ -1,4 +1,4 @@
-"""``python -m tests.benchmarks [fold] [storage] [transport] [steps] [profile]``: one table."""
+"""``python -m tests.benchmarks [PART ...]``: one table."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import sys
 from rich.console import Console
 from rich.table import Table
 
-from . import fold, profile, resident, steps, storage, transport
+from . import apart, fold, peers, profile, recovery, resident, steps, storage, transport
 
 PARTS = {
     "fold": fold.rows, "storage": storage.rows, "transport": transport.rows, "steps": steps.rows,
-    "profile": profile.rows, "resident": resident.rows,
+    "profile": profile.rows, "resident": resident.rows, "apart": apart.rows,
+    "recovery": recovery.rows, "peers": peers.rows,
 }  # fmt: skip
 
 

@@ -53,12 +53,12 @@ def timed(work: Callable[[], object], steps: int) -> Clock:
 class Training:
     """The demo's model under fused AdamW, clipped, one thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, batch: int = BATCH) -> None:
         torch.manual_seed(3)
         self.model = ByteGPT()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
         self.parameters = sum(p.numel() for p in self.model.parameters())
-        loader = torch.utils.data.DataLoader(LibraryText(), batch_size=BATCH, shuffle=True)
+        loader = torch.utils.data.DataLoader(LibraryText(), batch_size=batch, shuffle=True)
         self._batches = iter(loader)
 
     def run(self, steps: int, after_step: Callable[[], object] = lambda: None) -> None:

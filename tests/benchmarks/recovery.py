@@ -1,0 +1,227 @@
+"""Recovery from an agent against `torch.load`, and from each place that a state may be in.
+
+One process trains a few steps beside its agent, so that there are bases and deltas everywhere, and
+is then the one that recovers. State is float32 with AdamW: 12 bytes of each parameter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import adacheck_store as ada
+from adacheck_store.restore import Restored, restore_state
+from adacheck_store.tiers import credentials
+from adacheck_store.tiers.base import Tier
+from adacheck_store.tiers.object_local import LocalObjects
+from adacheck_store.tiers.peer import PeerTier
+from adacheck_store.tiers.pool import Peer
+from adacheck_store.tiers.zarr import ZarrTier
+from tests.agent.kit import Node, until
+from tests.agent.trainer import RUN
+
+from .rows import Row, seconds
+
+SIDE = 2048
+STATE = 12 * SIDE * SIDE
+"""Bytes of state of one matrix of the model."""
+
+BIG, SMALL = 20, 2
+"""Matrices: 1007 MB of state against `torch.load`, 101 MB by source."""
+
+STEPS, BASE_EVERY = 6, 4
+TRIES, PAIRS = 20, 5
+
+
+class Matrices(torch.nn.Module):
+    """So many square matrices, of which nothing is computed: their gradients are given."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.matrices = torch.nn.ParameterList(torch.randn(SIDE, SIDE) for _ in range(count))
+
+
+class Trainer:
+    """A trainer on a node with its agent, the far tier and up to one other agent."""
+
+    def __init__(self, folder: Path, count: int, *, pair: bool) -> None:
+        self.bytes = count * STATE
+        self.nodes = [Node(folder, name) for name in "ab"[: 1 + pair]]
+        key = credentials.make(RUN)
+        memory = (6 * self.bytes >> 20) + 640
+        for node in self.nodes:
+            node.runtime.mkdir(mode=0o700)
+            credentials.write(str(node.runtime / "keys"), key)
+            node.agent("--memory", f"{memory}M")
+        self.keys = key
+        self._count, self._pair = count, pair
+        self.build()
+
+    def build(self) -> None:
+        """Begin with other numbers than those that are kept."""
+        self.model = Matrices(self._count)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
+
+    def attach(self) -> ada.Checkpointer:
+        """Under the agents, by policy bf16."""
+        node = self.nodes[0]
+        peers = tuple(f"tls://127.0.0.1:{other.port}" for other in self.nodes[1:])
+        return ada.attach(
+            self.model, self.optimizer, run=RUN, store=node.url, policy="bf16", k=len(peers),
+            base_every=BASE_EVERY, object_lag=BASE_EVERY,
+            agents=ada.Agents(domain=node.name, peers=peers),
+        )  # fmt: skip
+
+    def train(self) -> None:
+        """A few steps, kept in all tiers."""
+        grads = [torch.randn(SIDE, SIDE).mul_(1e-2).bfloat16().float() for _ in range(2)]
+        with self.attach() as ckpt:
+            ckpt.restore()
+            for number in range(STEPS):
+                for at, parameter in enumerate(self.model.parameters()):
+                    parameter.grad = grads[(at + number) % 2]
+                self.optimizer.step()
+                ckpt.flush(300.0, far=False)
+            until(self._settled, "the own agent has folded and drained", 300.0)
+        for parameter in self.model.parameters():
+            parameter.grad = None
+
+    def _settled(self) -> bool:
+        """Whether the own agent has folded to its last drained base, and has nothing to drain."""
+        told = self.nodes[0].status()
+        waiting = [drain["waiting_records"] for drain in told["drains"].values()]
+        folded = told["chains"]["p000000"]["replica_step"] >= STEPS - STEPS % BASE_EVERY
+        return folded and not any(waiting)
+
+    def digest(self) -> float:
+        """Something of the state that another one would not have."""
+        return sum(p.double().sum().item() for p in self.model.parameters())
+
+    @contextlib.contextmanager
+    def sources(self) -> Iterator[dict[str, Tier]]:
+        """Everything that a state may be restored from, alone."""
+        here, other = self.nodes
+        own = Peer(_socket(here), run=RUN)
+        far = Peer(f"tls://127.0.0.1:{other.port}", credentials=self.keys)
+        zarr = ZarrTier(LocalObjects(here.store / "objects"))
+        try:
+            yield {
+                "own agent": PeerTier(own, "ram", shared=True),
+                "peer": PeerTier(far, "ram", shared=True),
+                "LMDB": PeerTier(own, "lmdb", shared=True),
+                "zarr": zarr,
+            }
+        finally:
+            for each in (own, far, zarr):
+                each.close()
+
+    def end(self) -> None:
+        """End the agents."""
+        for node in self.nodes:
+            node.end()
+
+
+def _socket(node: Node) -> str:
+    return next(text for text in node.ask("who")["endpoints"] if text.startswith("unix:"))
+
+
+@contextlib.contextmanager
+def trained(count: int, *, pair: bool) -> Iterator[tuple[Trainer, Path]]:
+    """A trainer that has trained, and a folder for what else there is."""
+    torch.set_num_threads(1)
+    with (
+        tempfile.TemporaryDirectory(prefix="adacheck-") as folder,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        Node(Path(folder), "a").here(patch)
+        trainer = Trainer(Path(folder), count, pair=pair)
+        try:
+            trainer.train()
+            yield trainer, Path(folder)
+        finally:
+            trainer.end()
+
+
+def rows() -> Iterator[Row]:
+    """The ratio to `torch.load`, then each source."""
+    with trained(BIG, pair=False) as (trainer, folder):
+        yield from _against_torch_load(trainer, folder / "state.pt")
+    with trained(SMALL, pair=True) as (trainer, _):
+        yield from _by_source(trainer)
+
+
+def _against_torch_load(trainer: Trainer, file: Path) -> Iterator[Row]:
+    """`restore` into model and optimizer, and what does as much without us; from page cache."""
+    model, optimizer = trainer.model, trainer.optimizer
+    kept = trainer.digest()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+
+    def load() -> None:
+        torch.load(file, weights_only=True)
+
+    def load_all() -> None:
+        found = torch.load(file, weights_only=True)
+        model.load_state_dict(found["model"])
+        optimizer.load_state_dict(found["optimizer"])
+
+    ours, bare, whole, said = [], [], [], ""
+    for number in range(PAIRS + 1):
+        trainer.build()
+        with trainer.attach() as ckpt:
+            began = time.perf_counter()
+            report = ckpt.restore()
+            took = time.perf_counter() - began
+        assert (report.step, trainer.digest()) == (STEPS, kept)
+        tiers = report.tiers or {}
+        assert set(tiers) == {"agent a"}, tiers
+        pair = seconds(load), seconds(load_all)
+        if number:  # the first is the warm-up
+            ours.append(took)
+            bare.append(pair[0])
+            whole.append(pair[1])
+        said = f"{sum(tiers.values()) / 1e6:.0f} MB read, {report.certificate.deltas} deltas folded"
+    for what, than, bar in (("torch.load", bare, 0.7), ("and load_state_dict", whole, None)):
+        ratio = statistics.median(a / b for a, b in zip(ours, than, strict=True))
+        yield Row(
+            f"recovery of {trainer.bytes / 1e6:.0f} MB from the own agent / {what}",
+            f"{ratio:.2f}", f"<= {bar}" if bar else "", ratio <= bar if bar else None,
+            f"{statistics.median(ours):.2f} against {statistics.median(than):.2f} s; {said}",
+        )  # fmt: skip
+
+
+def _by_source(trainer: Trainer) -> Iterator[Row]:
+    """Plan, fetch, verify and fold, from one source alone, into memory; in turns."""
+    with trainer.sources() as tiers:
+        found: dict[str, list[tuple[float, Restored]]] = {name: [] for name in tiers}
+        for _ in range(TRIES + 1):
+            for name, tier in tiers.items():
+                began = time.perf_counter()
+                restored = restore_state([tier], RUN)
+                found[name].append((time.perf_counter() - began, restored))
+                restored.parts["p000000"].arrays.clear()
+    for name, tries in found.items():
+        yield _row(name, trainer.bytes, tries[1:])
+
+
+def _row(name: str, size: int, tries: list[tuple[float, Restored]]) -> Row:
+    times = sorted(took for took, _ in tries)
+    half, last = (times[round(share * (len(times) - 1))] for share in (0.5, 0.99))
+    steps = {restored.step for _, restored in tries}
+    deltas = {restored.certificate.deltas for _, restored in tries}
+    return Row(
+        f"recovery of {size / 1e6:.0f} MB from: {name}",
+        f"P50 {half * 1e3:.0f} ms, P99 {last * 1e3:.0f} ms", "", None,
+        f"{size / half / 1e6:.0f} and {size / last / 1e6:.0f} MB/s; step {_both(steps)}, "
+        f"{_both(deltas)} deltas folded; {len(times)} tries",
+    )  # fmt: skip
+
+
+def _both(numbers: set[int]) -> str:
+    return " to ".join(map(str, sorted({min(numbers), max(numbers)})))
