@@ -382,7 +382,7 @@ class RunSession:
         clean = self._writer is None or self._writer.close(timeout_s)
         if self._upkeep is not None:
             clean = self._upkeep.close(max(0.0, deadline - time.monotonic())) and clean
-        if clean and self._restored is not None:
+        if clean and self._restored is not None:  # a run's first attempt never counts
             clean = self._excuse.at_end(max(0.0, deadline - time.monotonic()))
         if clean:
             self.store.close()

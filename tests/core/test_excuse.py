@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from adacheck_store.boundary import Link
 from adacheck_store.catalog import read_catalog
 from adacheck_store.config import Settings
 from adacheck_store.excuse import Excuse
@@ -15,8 +16,10 @@ from adacheck_store.format.errors import (
     NotProvableError,
     RestoreError,
     TierError,
+    TierFullError,
     TierUnavailableError,
 )
+from adacheck_store.format.record import Record
 from adacheck_store.session import RunSession
 from adacheck_store.store import open_store
 from adacheck_store.terms import claim_term, read_log
@@ -166,3 +169,38 @@ def test_a_session_that_ends_well_clears_the_count(url: str) -> None:
     assert _attempt(url) == 9
     assert _attempt(url) == 8
     assert _excused(url) == ["ended"]
+
+
+def test_a_term_that_is_asked_for_has_no_ceiling(url: str) -> None:
+    """It is the newest step of that branch."""
+    with open_store(url) as store:
+        (claim,) = read_catalog(store.tiers, "run").claims
+    assert [_attempt(url), _attempt(url)] == [9, 9]
+    assert _attempt(url, term=claim.term) == 9
+
+
+def test_a_start_that_is_refused_is_no_death(url: str) -> None:
+    """Also where nobody closes the session properly."""
+
+    def refuse(session: RunSession) -> None:
+        def full(link: Link) -> Record:
+            raise TierFullError("no room for the first base")
+
+        session.start(make_toy([(3,)]).layout, start_step=9, base=full, extra=full)
+
+    for _ in range(3):
+        with pytest.raises(TierFullError):
+            _attempt(url, refuse)
+    assert _attempt(url) == 9
+    assert _excused(url) == ["TierFullError: no room for the first base"] * 3
+
+
+def test_a_first_attempt_needs_no_excuse(url: str) -> None:
+    """Its first step is exempt, so its log is as short as can be."""
+    session = RunSession.open(url, "other", settings=QUICK)
+    toy, journal = make_toy(), Journal()
+    assert begin(session, toy, journal) is None
+    train(session, toy, journal, 2)
+    session.close()
+    with open_store(url) as store:
+        assert len(read_catalog(store.tiers, "other").claims) == 1
