@@ -15,6 +15,7 @@ import click
 from adacheck_store import __version__
 from adacheck_store.agent.command import agent_verb
 from adacheck_store.format.errors import AdaCheckError
+from adacheck_store.tools.plan_command import plan_verb
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -268,6 +269,7 @@ def restore_verb(
 
 
 main.add_command(agent_verb)
+main.add_command(plan_verb)
 
 
 def _show_rows(kind: str, url: str, rows: list[Any], as_json: bool, **more: Any) -> None:

@@ -98,7 +98,7 @@ def test_tasks_of_the_readme_exist() -> None:
 def test_commands_of_the_readme_run(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each `adacheck-store` line, against a store; the demo and agents have tests of their own."""
+    """Each `adacheck-store` line, against a store; demo, agents and plan have tests elsewhere."""
     monkeypatch.chdir(tmp_path)
     seen = set()
     for block in blocks(ROOT / "README.md"):
@@ -107,7 +107,9 @@ def test_commands_of_the_readme_run(
             if block.language != "sh" or words[:1] != ["adacheck-store"]:
                 continue
             seen.add(words[1])
-            arguments = [*words[1:], "--help"] if words[1] in ("demo", "agent") else words[1:]
+            arguments = (
+                [*words[1:], "--help"] if words[1] in ("demo", "agent", "plan") else words[1:]
+            )
             result = CliRunner().invoke(main, arguments)
             assert result.exit_code == 0, f"{line}\n{result.output}"
     assert seen == set(main.list_commands(None))  # type: ignore[arg-type]

@@ -1,0 +1,298 @@
+"""Plan: what a run would cost and survive, without GPU or cluster, as typed rows.
+
+States, parts, holders and owners are those of `adacheck_store.redundancy`; here they are added up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from adacheck_store.format.errors import UsageError
+from adacheck_store.redundancy.assign import Assignment, Part, Policy, assign
+from adacheck_store.redundancy.states import states
+
+from .plan_models import Model
+from .plan_strategy import Items, Strategy, holdings, merged, place
+from .plan_survival import minimal, simulate, survivals
+from .plan_topology import Cluster
+
+ENUMERATED_MAX = 50_000
+"""Holdings of all ranks up to which each is a state of its own."""
+
+GIB = 1 << 30
+DAY_S = 86_400
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What is asked: ``k``, ``window`` and so on are those of a run, see `Config`."""
+
+    model: Model
+    strategy: Strategy
+    cluster: Cluster
+    items: Items
+    k: int = 1
+    window: int = 2
+    base_every: int = 64
+    keep_bases: int = 2
+    failures: int = 4
+    trials: int = 20_000
+    seed: int = 0
+    enumerate_max: int = ENUMERATED_MAX
+
+    def __post_init__(self) -> None:
+        """Raise `UsageError` for numbers that mean nothing."""
+        least = {"k": 0, "window": 1, "base_every": 1, "keep_bases": 1, "failures": 0, "trials": 1}
+        for name, low in least.items():
+            if getattr(self, name) < low:
+                raise UsageError(f"{name} is {getattr(self, name)}", hint=f"at least {low}")
+        if self.failures > self.cluster.nodes:
+            raise UsageError(
+                f"{self.failures} failures of {self.cluster.nodes} nodes", hint="ask for fewer"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRow:
+    """What is planned. ``counted`` says how: every tensor of every rank, or those alike as one."""
+
+    model: str
+    parameters: int
+    state_bytes: int
+    strategy: str
+    ranks: int
+    nodes: int
+    k: int
+    counted: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostRow:
+    """Bytes under a policy, heads and extras apart; of a rank or node the busiest.
+
+    ``step`` are deltas of one step, each part once; ``base`` the states that agents hold, once.
+    ``step_rank``: what a rank hands to holders, its own node's among them. ``base_rank``: what a
+    rank drains of a base. ``network_node``: what a node sends to others at a step. ``cores_node``:
+    cores that fold.
+    """
+
+    policy: str
+    parts: int
+    step: int
+    step_rank: int
+    base: int
+    base_rank: int
+    network: int
+    network_node: int
+    ram_node: int
+    nvme_node: int
+    object: int
+    cores_node: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReachRow:
+    """Shares of what there is that every-step saving needs, and what a failure then costs.
+
+    1.0 is all there is. ``interval`` is 1 if every step can be saved, else the steps between
+    whole states that the network and disks can carry. ``t_ckpt_s`` is until holders have a step;
+    ``lost_s`` what a failure that is survived costs on average, t_ckpt + 1/(2f).
+    """
+
+    policy: str
+    network: float
+    disk: float
+    object: float
+    cpu: float
+    ram: float
+    nvme: float
+    every_step: bool
+    interval: int
+    t_ckpt_s: float
+    lost_s: float
+    lost_s_per_day: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SurvivalRow:
+    """The probability that memory alone brings all back after ``failures`` at once.
+
+    ``exact``: of so many nodes, any set as likely as any other; None if it takes too long to
+    count. ``racks``: simulated, nodes and racks failing by their rates; ``error`` is its standard
+    error.
+    """
+
+    policy: str
+    failures: int
+    exact: float | None
+    racks: float
+    error: float
+
+
+Row = PlanRow | CostRow | ReachRow | SurvivalRow
+
+
+def plan(asked: Settings) -> Iterator[Row]:
+    """All rows: what is planned, then costs, reach and survival of both policies.
+
+    Raises `UsageError` for a strategy that does not fit, or too few failure domains for k.
+    """
+    world = asked.cluster.world
+    placed = place(asked.model, asked.strategy, world)
+    if len(placed) * world <= asked.enumerate_max:
+        counted = "every tensor of every rank"
+        found = states(holdings(placed, asked.items))
+    else:
+        counted = "tensors of equal placement as one"
+        found = tuple(merged(placed, asked.items))
+    topology = asked.cluster.topology()
+    yield PlanRow(
+        model=asked.model.name, parameters=asked.model.elements,
+        state_bytes=sum(state.nbytes for state in found), strategy=asked.strategy.kind,
+        ranks=world, nodes=asked.cluster.nodes, k=asked.k, counted=counted,
+    )  # fmt: skip
+    assigned = [assign(found, topology, k=asked.k, policy=policy) for policy in Policy]
+    bills = [_Bill(asked, each) for each in assigned]
+    yield from (bill.cost() for bill in bills)
+    yield from (bill.reach() for bill in bills)
+    for each in assigned:
+        yield from _survival(asked, each)
+
+
+@dataclass(slots=True)
+class _Node:
+    """What one node has to do and to keep, in bytes; ``folded`` in elements a step."""
+
+    held: int = 0
+    deltas: int = 0
+    largest: int = 0
+    folded: int = 0
+    sent: int = 0
+    received: int = 0
+    drained: int = 0
+    drained_bases: int = 0
+
+
+class _Bill:
+    """An assignment, added up."""
+
+    def __init__(self, asked: Settings, assigned: Assignment) -> None:
+        self._asked = asked
+        self._assigned = assigned
+        self._nodes: dict[str, _Node] = {name: _Node() for name in asked.cluster.names}
+        self._handed: dict[int, int] = defaultdict(int)
+        self._owned: dict[int, int] = defaultdict(int)
+        self._step = self._base = self._all = 0
+        for part in assigned.parts:
+            self._add(part)
+
+    def _add(self, part: Part) -> None:
+        ranks = self._assigned.topology.ranks
+        step = part.step_bytes(self._asked.items.gradient)
+        whole = sum(state.nbytes for state in part.states)
+        self._step += step
+        self._all += whole
+        self._base += whole if part.holders else 0
+        self._owned[part.owner] += whole
+        owner = self._nodes[ranks[part.owner]]
+        owner.drained += step
+        owner.drained_bases += whole
+        for holder in part.holders:
+            node = self._nodes[holder.node]
+            node.held += whole
+            node.deltas += step
+            node.largest = max(node.largest, whole)
+            node.folded += sum(state.piece.elements for state in part.states)
+            self._handed[holder.source] += step
+            if not holder.local:
+                node.received += step
+                self._nodes[ranks[holder.source]].sent += step
+
+    def cost(self) -> CostRow:
+        """Bytes and cores."""
+        nodes = self._nodes.values()
+        return CostRow(
+            policy=self._assigned.policy.value, parts=len(self._assigned.parts), step=self._step,
+            step_rank=max(self._handed.values(), default=0), base=self._base,
+            base_rank=max(self._owned.values()), network=sum(node.sent for node in nodes),
+            network_node=max(node.sent for node in nodes), ram_node=max(map(self._ram, nodes)),
+            nvme_node=max(self._kept(node.drained_bases, node.drained) for node in nodes),
+            object=self._kept(self._all, self._step),
+            cores_node=max(node.folded for node in nodes)
+            / self._asked.cluster.fold_elements_per_s / self._asked.cluster.step_s,
+        )  # fmt: skip
+
+    def _ram(self, node: _Node) -> int:
+        """A replica of what is held, room for W+2 deltas, and one part's base coming in."""
+        return node.held + (self._asked.window + 2) * node.deltas + node.largest
+
+    def _kept(self, base: int, delta: int) -> int:
+        """What retention leaves in a lower tier when it is most: one base more is being written."""
+        bases = self._asked.keep_bases
+        return (bases + 1) * base + bases * self._asked.base_every * delta
+
+    def reach(self) -> ReachRow:
+        """Whether every step can be saved."""
+        asked, have, cost = self._asked, self._asked.cluster, self.cost()
+        nodes = self._nodes.values()
+        line = have.network_gbit_s * 1e9 / 8
+        every = asked.base_every
+        drained = [node.drained + node.drained_bases / every for node in nodes]
+        up = max(node.sent + more for node, more in zip(nodes, drained, strict=True))
+        network = max(up, *(node.received for node in nodes)) / (line * have.step_s)
+        disk = max(drained) / (have.disk_gb_s * 1e9 * have.step_s)
+        objects = sum(drained) / (have.object_gb_s * 1e9 * have.step_s)
+        shares = {
+            "network": network, "disk": disk, "object": objects,
+            "cpu": cost.cores_node / have.cores,
+            "ram": cost.ram_node / (have.memory_gib * GIB),
+            "nvme": cost.nvme_node / (have.disk_gib * GIB),
+        }  # fmt: skip
+        reached = all(share <= 1 for share in shares.values())
+        interval = 1 if reached else self._whole_interval(line)
+        busiest = max(max(node.sent, node.received) for node in nodes)
+        t_ckpt = busiest / line if reached else self._whole_seconds(line)
+        lost = t_ckpt + interval * have.step_s / 2
+        rate = sum(have.units.values())
+        return ReachRow(
+            policy=cost.policy, every_step=reached, interval=interval, t_ckpt_s=t_ckpt,
+            lost_s=lost, lost_s_per_day=lost * rate, **shares,
+        )  # fmt: skip
+
+    def _whole_interval(self, line: float) -> int:
+        """Steps between whole states. Deltas cannot be left out, so this is what is left."""
+        return max(1, math.ceil(self._whole_seconds(line) / self._asked.cluster.step_s))
+
+    def _whole_seconds(self, line: float) -> float:
+        """Seconds that a whole state takes to disks and objects."""
+        have = self._asked.cluster
+        most = max(node.drained_bases for node in self._nodes.values())
+        return max(most / line, most / (have.disk_gb_s * 1e9), self._all / (have.object_gb_s * 1e9))
+
+
+def _survival(asked: Settings, assigned: Assignment) -> Iterator[SurvivalRow]:
+    groups = having(assigned)
+    exact = survivals(asked.cluster.names, groups, asked.failures)
+    for failures in range(1, asked.failures + 1):
+        found = simulate(
+            asked.cluster.units, groups, failures, trials=asked.trials, seed=asked.seed
+        )
+        yield SurvivalRow(
+            policy=assigned.policy.value, failures=failures,
+            exact=exact[failures] if exact else None, racks=found.share, error=found.error,
+        )  # fmt: skip
+
+
+def having(assigned: Assignment) -> list[frozenset[str]]:
+    """The nodes that have each part: its holders, and under ``live`` its trainers as well."""
+    where = assigned.topology.ranks
+    found = set()
+    for part in assigned.parts:
+        nodes = {holder.node for holder in part.holders}
+        if assigned.policy is Policy.LIVE:
+            nodes |= {where[rank] for rank in part.sources}
+        found.add(frozenset(nodes))
+    return minimal(found)
