@@ -166,18 +166,25 @@ def test_what_killed_agents_leave_is_reclaimed_at_start_and_nothing_else(here: N
     assert about["pid"] != found["dead"]["pid"]
 
 
-def test_idle_agent_ends_when_all_is_drained(here: Node) -> None:
-    trainer = Trainer(here, 10, idle_s=1.0, drain_rate=2500)
-    trainer.reach(10)
-    assert here.status()["drains"]["far"]["waiting_records"] > 0
-    pid = here.pid()
-    time.sleep(1.5)
-    assert here.pid() == pid  # the trainer is silent, and there
-    assert here.status()["drains"]["far"]["waiting_records"] > 0
-    trainer.kill()
-    until(lambda: not here.alive(), "it ends")
+def test_idle_agent_ends_when_all_is_drained(here: Node, tmp_path: Path) -> None:
+    hangs = tmp_path / "hangs"
+    hangs.touch()
+    agent = here.agent("--idle-s", "2", fail=f"local.rename.before=hang@{hangs}")
     place = places.place_of(here.url, RUN, "a")
-    assert "all is drained: ending" in place.last_words()
+    peer = Peer(place.socket, run=RUN)
+    peer.call("who")  # connected, so that the agent waits until the trainer is there
+    trainer = Trainer(here, 10)
+    peer.close()
+    trainer.reach(10)
+    time.sleep(2.5)
+    assert here.pid() == agent.pid  # the trainer is silent, and there
+    trainer.kill()
+    until(lambda: not here.status()["trainers"], "it is gone")
+    time.sleep(2.5)
+    assert here.pid() == agent.pid  # idle, and not all is drained
+    hangs.unlink()
+    assert agent.wait(60) == 0
+    assert "all is drained: ending" in agent.stdout.read()
     assert not os.path.exists(place.socket.path)
     assert not place.info.exists()
     with open_store(here.url) as store:
