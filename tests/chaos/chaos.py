@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from adacheck_store.format.errors import AdaCheckError
+from adacheck_store.format.keys import part_name, rank_name
 from adacheck_store.store import open_store
 from adacheck_store.tools.findings import Finding, Provable
 from adacheck_store.tools.fsck import fsck
@@ -28,6 +29,9 @@ from tests.ranks.worker import _context
 
 HEALS_S = 60.0
 """Within this training is saved again once every fault has ended."""
+
+LIVE_S = 1.0
+"""So long at least a holder that stands still counts as live: it was heard of within 3 s."""
 
 MORE_STEPS = 6
 """And within so many more steps."""
@@ -99,10 +103,11 @@ class Attempt(Start):
 
     def least(self, name: str) -> int:
         """The highest number every rank has told under a name; -1 if one has told none."""
-        return min(
-            max((row[name] for row in self.rows(self.number, rank) if name in row), default=-1)
-            for rank in range(self.ranks)
-        )
+        return min(self.highest(name, rank) for rank in range(self.ranks))
+
+    def highest(self, name: str, rank: int) -> int:
+        """The highest number a rank has told under a name; -1 if none."""
+        return max((row[name] for row in self.rows(self.number, rank) if name in row), default=-1)
 
 
 class Chaos:
@@ -194,8 +199,12 @@ class Chaos:
         hit = any(trainer.poll() is None for trainer in trainers)
         hit = hit or any(each.pids(agents=True) for each in hosts)
         if strike.kind == "stop agent":
+            whole = self.attempt.alive and list(self._holders()) == [""] * 8
             host.signal(signal.SIGSTOP, agents=True)
             self.stopped.add(host.name)
+            if whole:
+                self._nobody_is_left_out()
+                self.counts["acknowledgements watched"] += 1
             return hit
         for trainer in trainers:
             trainer.kill()
@@ -205,6 +214,27 @@ class Chaos:
         if strike.kind in ("empty agent", "lose node"):
             host.burn_disk()
         return hit
+
+    def _nobody_is_left_out(self) -> None:
+        """While a holder that stands still counts as live, nothing new is acknowledged."""
+        time.sleep(LIVE_S)
+        owed = [text for text in self._holders() if text]
+        assert not owed, f"acknowledged without a live holder: {owed}"
+
+    def _holders(self) -> Iterable[str]:
+        """Of every live holder of a rank's chains, as the rank's agent sees it, what it lacks.
+
+        That is a step of which the trainer was told that all live holders have it.
+        """
+        for rank, host in enumerate(self.hosts):
+            told = self.attempt.highest("stored", rank)
+            status = self._status(host)
+            chains = status["chains"] if status else {}
+            for name in (part_name(rank), rank_name(rank)):
+                for holder, seen in chains.get(name, {"holders": {}})["holders"].items():
+                    if seen["live"]:
+                        lacks = seen["newest"] < told
+                        yield f"{holder} lacks {name} at {told}: {seen}" if lacks else ""
 
     def _fill(self, host: Host) -> bool:
         """From now on no file of the node's agent can be written to."""
