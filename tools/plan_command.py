@@ -35,6 +35,7 @@ def _note_json(context: click.Context, _: click.Parameter, value: bool) -> bool:
 @click.option("--k", type=int, default=1, show_default=True, help="Failure domains to lose.")
 @click.option("--window", type=int, default=2, show_default=True)
 @click.option("--base-every", type=int, default=64, show_default=True)
+@click.option("--keep-bases", type=int, default=2, show_default=True)
 @click.option("--failures", type=int, default=4, show_default=True, help="Survival of up to these.")
 @click.option("--trials", type=int, default=20_000, show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from adacheck_store.format.errors import UsageError
 from adacheck_store.redundancy.assign import Policy, assign
 from adacheck_store.redundancy.states import states
-from adacheck_store.tools import plan_show
+from adacheck_store.tools import plan_show, plan_survival
 from adacheck_store.tools.plan import CostRow, PlanRow, ReachRow, Settings, SurvivalRow, plan
 from adacheck_store.tools.plan_models import Model, Tensor, model, shipped
 from adacheck_store.tools.plan_strategy import OPTIMIZERS, Strategy, holdings, items, place
@@ -197,6 +197,16 @@ def test_a_rank_holds_its_share(name: str, small: Model) -> None:
         assert sum(h.optimizer.nbytes for h in held if h.optimizer) == 8 * optimizer
 
 
+def test_what_tensor_parallelism_leaves_whole_has_copies_beside_it(small: Model) -> None:
+    """With --tp 2 the shards of norms are on neighbours, and cuts on every second rank alone."""
+    placed = place(small, EACH["tp"], 8)
+    norm = next(each for each in placed if each.name == "norm")
+    assert norm.params == tuple(frozenset((at, at + 1)) for at in range(0, 8, 2))
+    head = [each for each in placed if each.name == "lm_head"]
+    assert [each.scope for each in head] == ["tp0", "tp1"]
+    assert head[1].params == tuple(frozenset((at,)) for at in range(1, 8, 2))
+
+
 def names(count: int) -> list[str]:
     """Nodes."""
     return [f"n{number:03}" for number in range(count)]
@@ -245,8 +255,9 @@ def test_counting_against_brute_force(data: st.DataObject) -> None:
     assert found is not None
 
 
-def test_too_much_to_count_is_said() -> None:
+def test_too_much_to_count_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """All pairs of halves that are far apart: nothing is finished before the middle."""
+    monkeypatch.setattr(plan_survival, "CASES_MAX", 5000)
     nodes = names(80)
     groups = [frozenset((a, b)) for a, b in zip(nodes[:40], nodes[40:], strict=True)]
     groups.append(frozenset(nodes[:40]))
@@ -363,7 +374,7 @@ def test_the_example_of_the_docs_is_what_comes_out(tmp_path: Path) -> None:
     result = cli(*words)
     assert result.exit_code == 0, result.output
     assert result.stdout == shown
-    code, document = cli_json(*words)
+    code, document = cli_json(*words, "--trials", 1)
     assert code == 0
     assert {row["row"] for row in document["rows"]} == {
         "PlanRow", "CostRow", "ReachRow", "SurvivalRow"
