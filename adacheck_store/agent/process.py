@@ -43,8 +43,9 @@ from .shell import Shell
 REACHED_S = 5.0
 """How long a call waits for the agent to learn where it is reached itself."""
 
-GRACE_SHARE = 0.9
-"""What of the grace is used; the rest is for a busy machine to end the process in."""
+SPARE = (0.1, 0.25, 2.0)
+"""Of a grace this share stays unused, for a busy machine to end the process in; or so large a
+share, up to so many seconds, if that is more."""
 
 SAY_S = 10.0
 """How often an agent that is to stop says what it waits for."""
@@ -163,7 +164,9 @@ class _Agent:
 
     def _signalled(self, number: int, frame: object) -> None:
         if self._options.grace_s and not self._stopping:  # a tier that hangs holds up no timer
-            last = threading.Timer(GRACE_SHARE * self._options.grace_s, self._cut_off)
+            grace_s = self._options.grace_s
+            spare_s = max(SPARE[0] * grace_s, min(SPARE[1] * grace_s, SPARE[2]))
+            last = threading.Timer(grace_s - spare_s, self._cut_off)
             last.daemon = True
             last.start()
         self._stop(self._stopping > 0)
