@@ -26,7 +26,7 @@ from adacheck_store.tiers.pool import Peer
 from tests.agent.trainer import MEMORY, RUN, open_session
 
 ROOT = Path(__file__).resolve().parents[2]
-WAIT_S = 60.0
+WAIT_S = 120.0
 
 
 def until(condition: Callable[[], Any], what: str, wait_s: float = WAIT_S) -> Any:

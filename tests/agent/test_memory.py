@@ -88,7 +88,9 @@ def test_peer_that_is_stopped_and_a_disk_that_is_full(
             assert part(here)["exposed"]
         finally:
             os.kill(pid, signal.SIGCONT)
-        until(lambda: flood.caught_up() and not part(here)["exposed"], "two again, with room")
+        until(
+            lambda: flood.caught_up() and not part(here)["exposed"], "two again, with room", 150.0
+        )
     refusal = next(error for error in errors if error.startswith("no room: "))
     assert f"tier=agent a path={here.store}/lmdb/a.{RUN}] -> free space" in refusal
     assert watch.peak <= limit

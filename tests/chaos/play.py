@@ -60,7 +60,7 @@ def play(seed: int, count: int, folder: Path, say: Callable[[str], None]) -> Res
 
 def _play_run(plans: list[Round], folder: Path, result: Result, say: Callable[[str], None]) -> None:
     steps = sum(plan.steps + MORE_STEPS for plan in plans) + 8
-    sizes, given = {"steps": steps, "width": 37}, {**GIVEN, "k": 1, "max_deaths": 0}
+    sizes, given = {"steps": steps, "width": 37}, {**GIVEN, "k": 1}
     with ExitStack() as stack:
         net = stack.enter_context(network())
         reference = Launcher(folder, "fsdp", 2).reference(**sizes)

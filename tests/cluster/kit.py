@@ -19,7 +19,7 @@ from tests.cluster.lender import Lender
 from tests.cluster.network import Network
 from tests.ranks.worker import check_rows, rows_of
 
-GIVEN = {"base_every": 6, "object_lag": 8, "window": 2}
+GIVEN = {"base_every": 6, "object_lag": 8, "window": 2, "max_deaths": 0}
 """Settings of a run that keep it short; all else is as it comes."""
 
 WAIT_S = 120.0

@@ -29,7 +29,7 @@ from adacheck_store.retention import floor_of, tier_catalog
 from adacheck_store.revisions import Revisions
 from adacheck_store.store import _disk_share
 from tests.core.kit import QUICK, BrokenTier, Journal, KeptTier, make_toy
-from tests.core.ranks import BlindTier, CutTier, Fleet, Killed, NotingTier, on_ranks
+from tests.core.ranks import BlindTier, CutTier, Fleet, NotingTier, on_ranks
 
 LATE = dataclasses.replace(QUICK, object_lag=1000, object_lag_s=1000.0)
 """Nothing but bases is drained."""
@@ -136,7 +136,7 @@ def test_a_start_that_is_cut_anywhere_is_made_up_for(trained):
         left = [cuts]
         cut = fleet.life(0, lambda tier, left=left: CutTier(tier, left))
         done = not any(isinstance(result, BaseException) for result in cut)
-        assert done or any(isinstance(result, Killed) for result in cut)
+        assert done or left[0] < 0, cut  # where a thread of ours was cut the rank ends otherwise
         again = fleet.life(2)
         for rank, restored in enumerate(again):
             assert not isinstance(restored, BaseException), (cuts, restored)

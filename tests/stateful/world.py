@@ -57,8 +57,9 @@ BASE_EVERY = 4
 WAIT_S = 30.0
 SHAPES = [(3, 5), (), (17,)]
 SETTINGS = Settings(
-    base_every=BASE_EVERY, object_lag=3, grace_s=0.0, stall_timeout_s=5.0, lmdb_bytes=64 << 20
-)
+    base_every=BASE_EVERY, object_lag=3, grace_s=0.0, stall_timeout_s=5.0, lmdb_bytes=64 << 20,
+    max_deaths=0,  # crashes here come in rows
+)  # fmt: skip
 NODES = ("a", "b")
 QUICK: tuple[tuple[Any, str, Any], ...] = (
     (writer_module, "BACKOFF_S", (0.001, 0.01)),
