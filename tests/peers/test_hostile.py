@@ -246,7 +246,8 @@ def test_workers_for_others(agent: Agent) -> None:
     wait_until(lambda: agent.stats()["calls"] >= 16, 5)
     for _ in range(10):
         began = time.monotonic()
-        assert agent.stats()["calls"] <= 17  # and this call itself
+        # And this call itself; the one before may have been answered, and not yet counted off.
+        assert agent.stats()["calls"] <= 18
         assert time.monotonic() - began < 2.0
         for session in sessions:
             session.beat()
