@@ -56,7 +56,7 @@ def test_far_tier_that_hangs_and_a_disk_that_is_full(here: Node, tmp_path: Path)
     flood.session.close()
 
 
-@pytest.mark.slow  # the end fails in two runs of five: see the Known limits of DESIGN.md
+@pytest.mark.slow  # the end fails in two runs of four: see the Known limits of DESIGN.md
 def test_peer_that_is_stopped_and_a_disk_that_is_full(
     pair: tuple[Node, Node], tmp_path: Path
 ) -> None:
