@@ -121,6 +121,16 @@ def runtime_folder() -> Path:
     return Path(tempfile.gettempdir()) / f"adacheck-store-{os.geteuid()}"
 
 
+def cache_folder() -> Path:
+    """Where LMDBs lie of stores that are no folders: ``ADACHECK_CACHE``, else the user's cache."""
+    named = environment().get("ADACHECK_CACHE", "")
+    if named:
+        return Path(named).absolute()
+    shared = environment().get("XDG_CACHE_HOME", "")
+    base = Path(shared) if shared.startswith("/") else Path.home() / ".cache"
+    return base / "adacheck-store"
+
+
 def boot_id() -> str:
     """The kernel's name for this host since it was started; empty where it has none."""
     try:

@@ -8,32 +8,33 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from urllib.parse import unquote, urlsplit
 
 from adacheck_store.format.errors import (
     AdaCheckError,
     FormatError,
-    NotOursError,
     RestoreError,
     TierDamagedError,
     TierError,
     TooNewError,
     UnsupportedError,
-    UsageError,
 )
+from adacheck_store.format.keys import is_key
 from adacheck_store.tiers.base import Tier
 from adacheck_store.tiers.lmdb import LmdbTier
 from adacheck_store.tiers.lmdb_check import mentions, quarantine
 from adacheck_store.tiers.medium import translate
 from adacheck_store.tiers.memory import MemoryTier
-from adacheck_store.tiers.object_local import LocalObjects
-from adacheck_store.tiers.zarr import ZarrTier, open_marked
+from adacheck_store.tiers.zarr import ZarrTier
 
 from .catalog import Trouble
 from .config import local_rank, local_size, node_name
 from .group import SOLO, Group, together
+from .location import HINT, Location, locate
 
 log = logging.getLogger(__name__)
+
+_LOOKED_AT = 10_000
+"""Objects of a place without a good marker that are looked at: it may be somebody else's."""
 
 _MEMORY: dict[str, MemoryTier] = {}
 
@@ -95,24 +96,6 @@ def refuse_set_aside(store: Store, run: str) -> None:
             )  # fmt: skip
 
 
-def local_folder(url: str) -> Path:
-    """The folder a ``file://`` URL (or a plain path) names; raises `UsageError`."""
-    if "://" not in url:
-        if not url:
-            raise UsageError("an empty store URL", hint="give file:///folder")
-        return Path(url).absolute()
-    parts = urlsplit(url)
-    if parts.scheme == "s3":
-        raise UnsupportedError(
-            "s3:// stores are not supported yet", hint="use file:///folder for now"
-        )
-    if parts.scheme != "file" or parts.netloc not in ("", "localhost"):
-        raise UsageError(f"not a store URL: {url!r}", hint="give file:///folder or memory://name")
-    if not parts.path.startswith("/") or parts.query or parts.fragment:
-        raise UsageError(f"not a store URL: {url!r}", hint="percent-encode ? and # in the path")
-    return Path(unquote(parts.path))
-
-
 def open_store(
     url: str, *, cache: str | os.PathLike[str] | None = None, write: bool = False,
     lmdb_bytes: int = 0, group: Group = SOLO,
@@ -129,23 +112,20 @@ def open_store(
         if group.size > 1:
             raise UnsupportedError(
                 "memory:// stores are of one process, this run has several ranks",
-                hint="use file:///folder",
+                hint=HINT,
             )
         memory = _MEMORY.setdefault(url, MemoryTier())
         return Store(url, memory, memory)
-    root = local_folder(url)
-    folder = Path(cache) if cache is not None else root / "lmdb"
+    location = locate(url)
+    folder = location.lmdb_folder(cache)
     if not write:
-        return _open_reading(url, root, folder)
+        return _open_reading(url, location, folder)
     name = node_name() if group.size == 1 else f"{node_name()}.r{local_rank(group.rank)}"
     troubles: list[Trouble] = []
     opened: list[Tier] = []
 
     def own() -> None:
-        _refuse_foreign(root)
-        objects = LocalObjects(root / "objects")
-        open_marked(objects, create=True)
-        opened.append(ZarrTier(objects))
+        opened.append(ZarrTier(location.make()))
         capacity = lmdb_bytes or _disk_share(folder / name, local_size(group.size))
         opened.append(_open_near(folder / name, capacity, troubles))
 
@@ -166,14 +146,10 @@ def agent_tiers(
 ) -> tuple[LmdbTier, ZarrTier]:
     """The tiers below an agent's memory: its node's LMDB of the run, which it alone writes, and
     the far tier; both made if absent. Raises what `open_store` raises."""
-    root = local_folder(url)
-    _refuse_foreign(root)
-    objects = LocalObjects(root / "objects")
-    open_marked(objects, create=True)
-    far = ZarrTier(objects)
+    location = locate(url)
+    far = ZarrTier(location.make())
     try:
-        folder = Path(cache) if cache is not None else root / "lmdb"
-        path = folder / agent_lmdb(node, run)
+        path = location.lmdb_folder(cache) / agent_lmdb(node, run)
         return _open_near(path, _disk_share(path, 1), []), far
     except BaseException:
         far.close()
@@ -185,23 +161,12 @@ def beside_agents(
 ) -> tuple[Tier, tuple[list[Tier], tuple[Trouble, ...]]]:
     """The far tier for a trainer whose records agents keep; and the LMDBs of other nodes than
     those, found beside theirs, with what cannot be read."""
-    root = local_folder(url)
+    location = locate(url)
     troubles: list[Trouble] = []
-    folder = Path(cache) if cache is not None else root / "lmdb"
+    folder = location.lmdb_folder(cache)
     known = {agent_lmdb(node, run) for node in nodes}
     others = _other_nodes(folder, troubles, skip=known)
-    return ZarrTier(LocalObjects(root / "objects")), (others, tuple(troubles))
-
-
-def _refuse_foreign(root: Path) -> None:
-    """A writer makes a store in a new or empty folder, or in one that is a store already."""
-    if root.is_dir() and not (root / "objects").is_dir():
-        foreign = sorted(path.name for path in root.iterdir() if path.name != "lmdb")
-        if foreign:
-            raise NotOursError(
-                f"a folder that is not ours: it holds {', '.join(foreign[:3])}", path=str(root),
-                hint="give an empty folder, or one that does not exist yet",
-            )  # fmt: skip
+    return ZarrTier(location.objects()), (others, tuple(troubles))
 
 
 def _open_near(path: Path, capacity: int | None, troubles: list[Trouble]) -> LmdbTier:
@@ -230,7 +195,7 @@ def _disk_share(path: Path, ranks: int) -> int | None:
     return (shutil.disk_usage(place).free // ranks + own) * 9 // 10
 
 
-def _open_reading(url: str, root: Path, folder: Path) -> Store:
+def _open_reading(url: str, location: Location, folder: Path) -> Store:
     """Every tier that can be read. One that cannot is a trouble, unless nothing else is there.
 
     A damaged or missing marker does not hide the objects: what they hold verifies by itself.
@@ -238,43 +203,26 @@ def _open_reading(url: str, root: Path, folder: Path) -> Store:
     troubles: list[Trouble] = []
     far: Tier | None
     try:
-        far = _open_far(root)
+        far = ZarrTier(location.found())
     except TooNewError:
         raise
     except AdaCheckError as error:
-        place = error.at(tier="zarr", path=str(root))
+        place = error.at(tier="zarr", path=location.path)
         troubles.append(Trouble(tier="zarr", key="", error=place))
-        far = _open_unmarked(root)
+        far = _open_unmarked(location) if isinstance(error, FormatError) else None
     tiers = [*_other_nodes(folder, troubles, skip=set()), *([far] if far else [])]
     if not tiers:
         raise troubles[-1].error
     return Store(url, tiers[0], tiers[-1], tuple(tiers[1:-1]), tuple(troubles))
 
 
-def _open_far(root: Path) -> Tier:
+def _open_unmarked(location: Location) -> Tier | None:
+    """The objects without a good marker, if there are records of ours among the first of them."""
+    objects = location.objects()
     try:
-        found = (root / "objects").is_dir()
-        file = root.is_file()
-    except OSError as error:
-        raise translate(error, "zarr", str(root)) from error
-    if not found:
-        what = "a file, not the folder of a store" if file else "no store here"
-        raise NotOursError(what, path=str(root), hint="check the URL; a writer makes a new store")
-    objects = LocalObjects(root / "objects")
-    if not open_marked(objects, create=False):
-        raise NotOursError(
-            "no store here: the folder of objects is empty", path=str(root),
-            hint="check the URL; a writer makes a new store",
-        )  # fmt: skip
-    return ZarrTier(objects)
-
-
-def _open_unmarked(root: Path) -> Tier | None:
-    """The objects without a good marker, if there are records of ours among them."""
-    tier = ZarrTier(LocalObjects(root / "objects"))
-    try:
-        if next(tier.list(""), None) is not None:
-            return tier
+        names = objects.list("", most=_LOOKED_AT)
+        if any(is_key(name.removesuffix("/zarr.json")) for name in names):
+            return ZarrTier(objects)
     except AdaCheckError:
         pass
     return None

@@ -102,6 +102,8 @@ WHAT_TO_DO = {
     "TierDamagedError": "Nothing at once: the next writer sets a damaged LMDB aside, and restore "
     "uses the other tiers. Find out what damaged the disk.",
     "TierUnavailableError": "Check the medium and the system's log, then try again.",
+    "AccessRefusedError": "Do what the message says: renew the credentials, set the clock, name "
+    "the region or the certificate. A running writer goes on by itself once it is let in.",
     "PeerRefusedError": "The message says which side has another key, user, run or version: make "
     "them the same.",
     "TermError": "Stop this process: another one has restored the run and writes it now.",

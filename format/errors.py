@@ -21,6 +21,7 @@
     │   ├── TierBusyError            another process holds it
     │   ├── TierDamagedError         its own structure does not verify
     │   ├── TierUnavailableError     it does not answer
+    │   ├── AccessRefusedError       credentials, permission, region or clock are refused
     │   └── PeerRefusedError         the agent there does not let us in
     ├── TermError                    a newer term has taken over this run
     ├── GroupError                   the ranks of a run do not agree, or one did not come
@@ -163,6 +164,10 @@ class TierDamagedError(TierError):
 
 class TierUnavailableError(TierError):
     """The tier does not answer."""
+
+
+class AccessRefusedError(TierError):
+    """A server lets us in not at all: credentials, permission, region, clock or certificate."""
 
 
 class PeerRefusedError(TierError):

@@ -8,8 +8,9 @@ import secrets
 import stat
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import islice
 
 from adacheck_store.format.errors import NameRefusedError, RecordNotFoundError, TierDamagedError
 from adacheck_store.format.ids import Buffer
@@ -35,6 +36,8 @@ class LocalObjects:
     and devices found in the folder are never followed or opened. Any number of processes may use
     it at once.
     """
+
+    parallel = 1
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.path = os.path.realpath(root)
@@ -120,10 +123,10 @@ class LocalObjects:
             finally:
                 os.close(file)
 
-    def list(self, prefix: str) -> Iterator[str]:
-        """Names that begin with a prefix (empty, or ending in ``/``), sorted."""
+    def list(self, prefix: str, most: int | None = None) -> Iterator[str]:
+        """Names that begin with a prefix (empty, or ending in ``/``), sorted; at most so many."""
         parts = self._parts(prefix.rstrip("/")) if prefix else []
-        yield from self._walk(parts)
+        yield from islice(self._walk(parts), most)
 
     def _walk(self, parts: Parts) -> Iterator[str]:
         lead = "".join(f"{part}/" for part in parts)
@@ -206,6 +209,23 @@ class LocalObjects:
                 durable.fsync(folder, "local.folder.fsync")
             finally:
                 os.close(folder)
+
+    def probe(self, name: str) -> None:
+        """A link to a name that is taken fails on every file system."""
+
+    def requests(self) -> Mapping[str, int]:
+        """None are counted."""
+        return {}
+
+    def unfinished(self) -> int:
+        """How many objects were begun and never named."""
+        with self._errors(DRAFTS), suppress(FileNotFoundError):
+            folder = self._folder([DRAFTS])
+            try:
+                return len(os.listdir(folder))
+            finally:
+                os.close(folder)
+        return 0
 
     def sweep(self, age_s: float = _DRAFT_AGE_S) -> int:
         """Remove what writers that died have left half-written; returns how many."""

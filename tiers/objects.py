@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from adacheck_store.format.errors import (
@@ -30,6 +30,8 @@ class Objects(Protocol):
 
     path: str
     """Where it lies, for messages."""
+    parallel: int
+    """How many calls under way at once pay."""
 
     def put(self, name: str, buffers: Sequence[Buffer], if_absent: bool = False) -> bool:
         """Store an object, whole or not at all. False if ``if_absent`` and the name is taken."""
@@ -39,8 +41,11 @@ class Objects(Protocol):
         """Bytes of an object, fewer where it ends before; raises `RecordNotFoundError`."""
         ...
 
-    def list(self, prefix: str) -> Iterator[str]:
-        """Names that begin with a prefix (empty, or ending in ``/``), sorted."""
+    def list(self, prefix: str, most: int | None = None) -> Iterator[str]:
+        """Names that begin with a prefix (empty, or ending in ``/``), sorted.
+
+        At most ``most`` of them, whichever.
+        """
         ...
 
     def delete(self, names: Iterable[str]) -> None:
@@ -49,6 +54,18 @@ class Objects(Protocol):
 
     def sync(self) -> None:
         """Return when all that was put is durable."""
+        ...
+
+    def probe(self, name: str) -> None:
+        """Raise `UnsupportedError` if ``if_absent`` is not heeded; ``name`` is an object."""
+        ...
+
+    def unfinished(self) -> int:
+        """How many objects were begun and never named."""
+        ...
+
+    def requests(self) -> Mapping[str, int]:
+        """Requests made so far, by kind, and bytes; empty where none are paid for."""
         ...
 
 
@@ -74,10 +91,10 @@ def open_marked(objects: Objects, create: bool) -> bool:
             return True
         except RecordNotFoundError:
             pass
-        if next(objects.list(""), None) is not None and _unmarked(objects):
+        if next(objects.list("", most=1), None) is not None and _unmarked(objects):
             raise NotOursError(
-                "a folder of something else: it is not empty and has no adacheck.json",
-                hint="check the URL, or name an empty or new folder", path=objects.path,
+                "a place of something else: it is not empty and has no adacheck.json",
+                hint="check the URL, or name an empty or new folder or prefix", path=objects.path,
             )  # fmt: skip
         if not create:
             return False

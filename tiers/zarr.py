@@ -29,6 +29,7 @@ from adacheck_store.format.record import array_offsets
 
 from .base import Source, Tier, TierTraits
 from .blocks import check_range, span
+from .flight import Batch, Runway
 from .intake import Links, check_place, check_sources, placed
 from .objects import Objects, open_marked
 from .zarr_chunks import read_span
@@ -55,7 +56,8 @@ class ZarrTier(Tier):
     def __init__(self, objects: Objects, name: str = "zarr", *, listing_s: float = 1.0) -> None:
         self.traits = TierTraits(name=name, durable=True, log=True, packs=True)
         self.path = objects.path
-        self._objects = objects
+        self.objects = objects
+        self._runway = Runway(objects)
         self._shelf = PackShelf(objects, listing_s)
         self._links = Links(self)
         self._lock = threading.Lock()
@@ -71,14 +73,15 @@ class ZarrTier(Tier):
             begun: list[Key] = []
             arrivals: list[Arrival] = []
             try:
-                for source in own:
-                    with placed(key=source.key):
-                        arrivals.append(take_group(self._objects, source, begun))
-                for run in runs:
-                    arrivals.append(take_pack(self._objects, self._shelf, run, begun))
+                with Batch(self._runway) as batch:
+                    for source in own:
+                        with placed(key=source.key):
+                            arrivals.append(take_group(batch, source, begun))
+                    for run in runs:
+                        arrivals.append(take_pack(batch, self._shelf, run, begun))
                 self._links.check(head for arrival in arrivals for head in arrival.heads)
                 if any(arrival.has_chunks for arrival in arrivals):
-                    self._objects.sync()
+                    self.objects.sync()
             except BaseException:
                 self._withdraw(begun)
                 raise
@@ -105,10 +108,10 @@ class ZarrTier(Tier):
         if arrival.stands:
             return
         name = f"{arrival.key}{_TAIL}"
-        if self._objects.put(name, [arrival.document], if_absent=not arrival.replaces):
+        if self.objects.put(name, [arrival.document], if_absent=not arrival.replaces):
             return
         # Another writer was faster: with the same record, or this is a fork.
-        held = GroupHead.parse(self._objects.get(name)).sealed
+        held = GroupHead.parse(self.objects.get(name)).sealed
         if held.id != arrival.heads[0].id:
             raise ForkError(
                 f"another record is there, {held.id[:16]}..., not {arrival.heads[0].id[:16]}",
@@ -124,8 +127,8 @@ class ZarrTier(Tier):
 
     def _remove(self, key: Key) -> None:
         """Delete a group, its document first."""
-        self._objects.delete([f"{key}{_TAIL}"])
-        self._objects.delete(tuple(self._objects.list(f"{key}/")))
+        self.objects.delete([f"{key}{_TAIL}"])
+        self.objects.delete(tuple(self.objects.list(f"{key}/")))
 
     def delete(self, keys: Iterable[str]) -> None:
         """Delete records, heads first; a pack only when all its steps are named."""
@@ -141,7 +144,7 @@ class ZarrTier(Tier):
                     if steps.issuperset(range(pack.step, pack.last + 1))
                 ]
                 self._shelf.forget(place)
-            self._objects.delete(f"{key}{_TAIL}" for key in whole)
+            self.objects.delete(f"{key}{_TAIL}" for key in whole)
             for key in whole:
                 self._remove(key)
                 self._shelf.drop(key)
@@ -151,7 +154,7 @@ class ZarrTier(Tier):
     def sync(self) -> None:
         """Return when all that was put is durable."""
         with self._placed():
-            self._objects.sync()
+            self.objects.sync()
 
     # -- reading --
 
@@ -173,7 +176,8 @@ class ZarrTier(Tier):
             info = check_range(group.sealed, array, first, count)
             start, stop = span(info, first, count)
             name = f"{key}/{array}"
-            return read_span(self._objects, name, group.chunks[array], start, stop)
+            chunk = group.chunks[array]
+            return read_span(self.objects, name, chunk, start, stop, self._runway)
 
     def _read_packed(self, key: Key, array: str, first: int, count: int) -> bytes:
         try:
@@ -190,7 +194,8 @@ class ZarrTier(Tier):
             start, stop = span(check_range(sealed, array, first, count), first, count)
             at = pack.records[key.step].offset + array_offsets(sealed)[array]
             try:
-                return read_span(self._objects, pack.array, pack.chunk, at + start, at + stop)
+                start, stop = at + start, at + stop
+                return read_span(self.objects, pack.array, pack.chunk, start, stop, self._runway)
             except (RecordNotFoundError, TruncatedError) as exc:
                 trouble = trouble or exc
                 self._shelf.drop(pack.key)
@@ -201,7 +206,7 @@ class ZarrTier(Tier):
         with self._lock:
             group = self._groups.get(name) if cached else None
         if group is None:
-            group = GroupHead.parse(self._objects.get(f"{name}{_TAIL}"))
+            group = GroupHead.parse(self.objects.get(f"{name}{_TAIL}"))
             check_place(key, group.sealed)
             with self._lock:
                 self._groups[name] = group
@@ -219,7 +224,7 @@ class ZarrTier(Tier):
             below = _below(prefix)
             groups = (
                 parse_key(name[: -len(_TAIL)])
-                for name in self._objects.list(below)
+                for name in self.objects.list(below)
                 if name.endswith(_TAIL) and is_key(name[: -len(_TAIL)])
             )
             for packs, keys in groupby(groups, key=_pack_place):
@@ -248,7 +253,7 @@ class ZarrTier(Tier):
         A put that is still going on shows here too.
         """
         with self._placed():
-            for owner, names in groupby(self._objects.list(prefix), key=_owner):
+            for owner, names in groupby(self.objects.list(prefix), key=_owner):
                 found = tuple(names)
                 if f"{owner}{_TAIL}" not in found and found != (MARKER,):
                     yield from found
@@ -256,7 +261,7 @@ class ZarrTier(Tier):
     def packs(self, prefix: str) -> Iterator[Pack]:
         """Documents of the packs below a prefix that verify; for fsck and statistics."""
         with self._placed():
-            for name in self._objects.list(prefix):
+            for name in self.objects.list(prefix):
                 key = name[: -len(_TAIL)]
                 if name.endswith(_TAIL) and is_key(key) and parse_key(key).kind == "pack":
                     try:

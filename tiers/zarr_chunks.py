@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from adacheck_store.format.errors import MalformedError, RecordNotFoundError, TruncatedError
-from adacheck_store.format.ids import Buffer
 
+from .flight import Batch, Runway
 from .objects import Objects
 from .transfer import aligned, copy_into
 
@@ -14,25 +14,34 @@ def chunk_name(array: str, index: int) -> str:
     return f"{array}/c/{index}"
 
 
-def read_span(objects: Objects, array: str, chunk: int, start: int, stop: int) -> bytes:
-    """Bytes start..stop of an array whose chunks hold ``chunk`` bytes.
+def read_span(
+    objects: Objects, array: str, chunk: int, start: int, stop: int, runway: Runway | None = None
+) -> bytes:
+    """Bytes start..stop of an array whose chunks hold ``chunk`` bytes; several side by side.
 
     A missing chunk is `RecordNotFoundError`, never zeros; a short one `TruncatedError`.
     """
-    pieces = []
+    parts: list[tuple[int, int, int]] = []
     while start < stop:
         index, at = divmod(start, chunk)
-        wanted = min(stop - start, chunk - at)
-        name = chunk_name(array, index)
-        try:
-            piece = objects.get(name, at, wanted)
-        except RecordNotFoundError as exc:
-            raise RecordNotFoundError(f"chunk {index} of {array} is missing") from exc
-        if len(piece) != wanted:
-            raise TruncatedError(f"chunk {index} of {array} ends after {at + len(piece)} bytes")
-        pieces.append(piece)
-        start += wanted
+        parts.append((index, at, min(stop - start, chunk - at)))
+        start += parts[-1][2]
+
+    def one(part: tuple[int, int, int]) -> bytes:
+        return _read_chunk(objects, array, *part)
+
+    pieces = runway.each(one, parts) if runway else [one(part) for part in parts]
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+def _read_chunk(objects: Objects, array: str, index: int, at: int, wanted: int) -> bytes:
+    try:
+        piece = objects.get(chunk_name(array, index), at, wanted)
+    except RecordNotFoundError as exc:
+        raise RecordNotFoundError(f"chunk {index} of {array} is missing") from exc
+    if len(piece) != wanted:
+        raise TruncatedError(f"chunk {index} of {array} ends after {at + len(piece)} bytes")
+    return piece
 
 
 class ChunkWriter:
@@ -44,10 +53,10 @@ class ChunkWriter:
     """
 
     def __init__(
-        self, objects: Objects, array: str, chunk: int, *, expected: int | None = None,
+        self, batch: Batch, array: str, chunk: int, *, expected: int | None = None,
         repair: bool = False,
     ) -> None:  # fmt: skip
-        self._objects = objects
+        self._batch = batch
         self._array = array
         self._repair = repair
         self._expected = expected
@@ -90,14 +99,8 @@ class ChunkWriter:
 
     def _write(self, size: int) -> None:
         name = chunk_name(self._array, self._index)
-        data = self._buffer[:size]
-        if not (self._repair and self._stands(name, data)):
-            self._objects.put(name, [data])
+        self._batch.put(name, self._buffer[:size], if_differs=self._repair)
+        if not self._batch.at_once:
+            self._buffer = aligned(0 if self._ended else self.chunk)
         self._index += 1
         self._filled = 0
-
-    def _stands(self, name: str, data: Buffer) -> bool:
-        try:
-            return self._objects.get(name) == data
-        except RecordNotFoundError:
-            return False

@@ -11,6 +11,7 @@ from adacheck_store.format.ids import Buffer
 from adacheck_store.format.keys import Key, pack_key, parse_key
 
 from .base import Source
+from .flight import Batch
 from .intake import Intake, check_same, placed, sizes_of
 from .objects import Objects
 from .zarr_chunks import ChunkWriter
@@ -63,10 +64,10 @@ def plan(sources: Sequence[Source], keys: Sequence[Key]) -> tuple[list[Source], 
     return own, runs
 
 
-def take_group(objects: Objects, source: Source, begun: list[Key]) -> Arrival:
+def take_group(batch: Batch, source: Source, begun: list[Key]) -> Arrival:
     """Write the arrays of a record that has a group of its own."""
     key = parse_key(source.key)
-    held, damaged = _held(objects, source)
+    held, damaged = _held(batch.objects, source)
     intake = Intake(source, held.sealed if held else None)
     if held is None and not damaged:
         begun.append(key)
@@ -74,12 +75,12 @@ def take_group(objects: Objects, source: Source, begun: list[Key]) -> Arrival:
     writers: dict[str, ChunkWriter] = {}
     for block in intake.blocks():
         if block.array not in writers:
-            writers[block.array] = _chunk_writer(objects, key, block.array, held, known)
+            writers[block.array] = _chunk_writer(batch, key, block.array, held, known)
         writers[block.array].add(block.data)
     ends = {name: writer.end() for name, writer in writers.items()}
     sealed = intake.seal()
     group = GroupHead(sealed, {info.name: ends.get(info.name, 0) for info in sealed.head.arrays})
-    _write_documents(objects, key, group)
+    _write_documents(batch, key, group, fresh=key in begun)
     return Arrival(
         key, (sealed,), group.document(), has_chunks=bool(sealed.head.arrays),
         stands=held is not None, replaces=damaged,
@@ -87,15 +88,15 @@ def take_group(objects: Objects, source: Source, begun: list[Key]) -> Arrival:
 
 
 def _chunk_writer(
-    objects: Objects, key: Key, array: str, held: GroupHead | None, known: dict[str, int]
+    batch: Batch, key: Key, array: str, held: GroupHead | None, known: dict[str, int]
 ) -> ChunkWriter:
     """The writer of one array: cut as it stands, or by its size where that is known."""
     name, size = f"{key}/{array}", known.get(array)
     if held is not None:
         size = held.sealed.head.array(array).nbytes
-        return ChunkWriter(objects, name, held.chunks[array], expected=size, repair=True)
+        return ChunkWriter(batch, name, held.chunks[array], expected=size, repair=True)
     chunk = chunk_bytes(size) if size else STREAM_CHUNK_BYTES
-    return ChunkWriter(objects, name, chunk, expected=size or None)
+    return ChunkWriter(batch, name, chunk, expected=size or None)
 
 
 def _held(objects: Objects, source: Source) -> tuple[GroupHead | None, bool]:
@@ -113,29 +114,20 @@ def _held(objects: Objects, source: Source) -> tuple[GroupHead | None, bool]:
     return held, False
 
 
-def _write_documents(objects: Objects, key: Key, group: GroupHead) -> None:
+def _write_documents(batch: Batch, key: Key, group: GroupHead, *, fresh: bool) -> None:
     """Write the documents of a record's arrays, and of the groups above them."""
+    documents: dict[str, bytes] = {}
     for info in group.sealed.head.arrays:
         parts = info.name.split("/")
         for depth in range(1, len(parts)):
-            name = "/".join(parts[:depth])
-            _put_if_differs(objects, f"{key}/{name}/{DOCUMENT}", group_document({}))
+            documents["/".join(parts[:depth])] = group_document({})
         text = array_document(info.dtype, info.nbytes, group.chunks[info.name])
-        _put_if_differs(objects, f"{key}/{info.name}/{DOCUMENT}", text)
+        documents[info.name] = text
+    for name, text in documents.items():
+        batch.put(f"{key}/{name}/{DOCUMENT}", text, if_differs=not fresh)
 
 
-def _put_if_differs(objects: Objects, name: str, data: Buffer) -> None:
-    try:
-        if objects.get(name) == data:
-            return
-    except RecordNotFoundError:
-        pass
-    objects.put(name, [data])
-
-
-def take_pack(
-    objects: Objects, shelf: PackShelf, sources: list[Source], begun: list[Key]
-) -> Arrival:
+def take_pack(batch: Batch, shelf: PackShelf, sources: list[Source], begun: list[Key]) -> Arrival:
     """Write the arrays of consecutive steps one after another into one pack.
 
     Where a pack of the same records stands, its chunks are repaired instead.
@@ -148,9 +140,9 @@ def take_pack(
     if held is None:
         total = _total(sources)
         chunk = chunk_bytes(total) if total else STREAM_CHUNK_BYTES
-        writer = ChunkWriter(objects, f"{key}/{DATA}", chunk, expected=total)
+        writer = ChunkWriter(batch, f"{key}/{DATA}", chunk, expected=total)
     else:
-        writer = ChunkWriter(objects, f"{key}/{DATA}", max(1, held.chunk), repair=True)
+        writer = ChunkWriter(batch, f"{key}/{DATA}", max(1, held.chunk), repair=True)
     records = []
     for source in sources:
         with placed(key=source.key):
@@ -159,7 +151,8 @@ def take_pack(
             sealed = _take_packed(writer, source, held.head(step) if held else None)
             records.append((source.key, sealed, offset))
     chunk = writer.end()
-    _put_if_differs(objects, f"{key}/{DATA}/{DOCUMENT}", array_document("U8", writer.nbytes, chunk))
+    text = array_document("U8", writer.nbytes, chunk)
+    batch.put(f"{key}/{DATA}/{DOCUMENT}", text, if_differs=held is not None)
     heads = tuple(sealed for _, sealed, _ in records)
     document = pack_document(writer.nbytes, chunk, records)
     return Arrival(key, heads, document, has_chunks=writer.nbytes > 0, stands=held is not None)

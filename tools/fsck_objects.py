@@ -17,7 +17,7 @@ from adacheck_store.tiers.base import Tier
 from adacheck_store.tiers.lmdb import LmdbTier
 from adacheck_store.tiers.lmdb_entries import PREFIX_BYTES
 from adacheck_store.tiers.lmdb_env import MARKER_KEY
-from adacheck_store.tiers.object_local import DRAFTS, LocalObjects
+from adacheck_store.tiers.object_local import LocalObjects
 from adacheck_store.tiers.objects import Objects
 from adacheck_store.tiers.zarr import ZarrTier
 from adacheck_store.tiers.zarr_chunks import read_span
@@ -40,16 +40,17 @@ def check_medium(tier: Tier, run: str = "") -> Iterator[Finding]:
     """What lies in a tier and is no record; of ``run`` alone if it is given."""
     try:
         if isinstance(tier, ZarrTier):
-            yield from _objects(tier.traits.name, LocalObjects(tier.path), run)
+            yield from _objects(tier.traits.name, tier.objects, run)
         elif isinstance(tier, LmdbTier):
             yield from _entries(tier, run)
     except AdaCheckError as error:
         yield of_tier(error, tier.traits.name)
 
 
-def _objects(tier: str, objects: LocalObjects, run: str) -> Iterator[Finding]:
+def _objects(tier: str, objects: Objects, run: str) -> Iterator[Finding]:
     prefix = f"{run}/" if run else ""
-    yield from _neither(tier, Path(objects.path) / run)
+    if isinstance(objects, LocalObjects):
+        yield from _neither(tier, Path(objects.path) / run)
     for owner, names in groupby(objects.list(prefix), key=owner_of):
         if not owner:
             for name in names:
@@ -58,12 +59,10 @@ def _objects(tier: str, objects: LocalObjects, run: str) -> Iterator[Finding]:
                                   key=name, path=f"{objects.path}/{name}")  # fmt: skip
             continue
         yield from _group(tier, objects, parse_key(owner), list(names))
-    drafts = Path(objects.path) / DRAFTS
-    if not run and drafts.is_dir():
-        count = sum(1 for _ in drafts.iterdir())
-        if count:
-            yield finding("unfinished", f"{count} objects that were never named", tier=tier,
-                          path=str(drafts))  # fmt: skip
+    count = 0 if run else objects.unfinished()
+    if count:
+        yield finding("unfinished", f"{count} objects that were never named", tier=tier,
+                      path=objects.path)  # fmt: skip
 
 
 def _neither(tier: str, root: Path) -> Iterator[Finding]:
@@ -159,7 +158,7 @@ def check_overlaps(tier: Tier, run: str) -> Iterator[Finding]:
     """Copies of a record in several packs: a reader sees the first that reads, fsck all."""
     if not isinstance(tier, ZarrTier):
         return
-    objects = LocalObjects(tier.path)
+    objects = tier.objects
     try:
         widest: Pack | None = None  # of the packs of a place so far, the one that reaches furthest
         checked: set[str] = set()

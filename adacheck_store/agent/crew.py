@@ -239,7 +239,7 @@ def _options(
     """What an agent of this node is told, if one is to be started."""
     node = node_name()
     return AgentOptions(
-        store=places.store_name(url), run=run, node=node,
+        store=places.store_url(url), run=run, node=node,
         cache=str(Path(cache).absolute()) if cache else "", memory=use.memory, listen=use.listen,
         metrics=use.metrics, domain=read_label(use.labels, node) if use.labels else use.domain,
         idle_s=use.idle_s, drain_rate=use.drain_rate, grace_s=use.grace_s,

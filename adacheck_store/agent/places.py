@@ -22,7 +22,7 @@ from typing import Any
 
 from adacheck_store.config import runtime_folder
 from adacheck_store.format.errors import TierReadOnlyError, UsageError
-from adacheck_store.store import local_folder
+from adacheck_store.location import Location, locate
 from adacheck_store.tiers.endpoint import Endpoint
 from adacheck_store.tiers.medium import translate
 
@@ -91,12 +91,21 @@ class Place:
 
 def store_name(url: str) -> str:
     """One name for one store, however its URL is written; raises `UsageError` as `store` does."""
+    return _shared(url).name
+
+
+def store_url(url: str) -> str:
+    """A store's URL for another process, wherever that runs; raises what `store_name` does."""
+    return _shared(url).url
+
+
+def _shared(url: str) -> Location:
     if url.startswith("memory://"):
         raise UsageError(
             "memory:// stores are of one process, an agent is another",
-            hint="use file:///folder", path=url,
+            hint="use file:///folder or s3://bucket/prefix", path=url,
         )  # fmt: skip
-    return f"file://{os.path.realpath(local_folder(url))}"
+    return locate(url)
 
 
 def place_of(url: str, run: str, node: str) -> Place:

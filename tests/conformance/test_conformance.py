@@ -22,6 +22,10 @@ class TestZarr(tiers.ZarrSuite):
     """In an object store."""
 
 
+class TestS3(tiers.S3Suite):
+    """In a bucket."""
+
+
 class TestPeerUnix(tiers.PeerUnixSuite):
     """In an agent of this node."""
 
@@ -46,7 +50,7 @@ def test_every_tier_has_a_suite() -> None:
         for tier in _tiers(Tier) - {Tier}
         if not issubclass(tier, WrapperTier) and tier.__module__.startswith("adacheck_store.tiers.")
     }
-    suites = (TestMemory, TestLmdb, TestZarr, TestPeerUnix, TestPeerTls)
+    suites = (TestMemory, TestLmdb, TestZarr, TestS3, TestPeerUnix, TestPeerTls)
     ran = {suite.tier_class for suite in suites}
     assert found == ran == {suite.tier_class for suite in tiers.SUITES.values()}
 

@@ -208,7 +208,7 @@ def test_listing_reads_no_object(tier: ZarrTier) -> None:
     world = World()
     tier.put([*world.roots(), *(world.delta(step) for step in range(1, 100)), world.base(1, {})])
     read: list[str] = []
-    objects = tier._objects
+    objects = tier.objects
     real = objects.get
     objects.get = lambda name, *rest: read.append(name) or real(name, *rest)  # type: ignore
     assert len(list(tier.list(""))) == 102

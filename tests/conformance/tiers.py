@@ -6,12 +6,15 @@ from adacheck_store.tiers.base import Tier
 from adacheck_store.tiers.lmdb import LmdbTier
 from adacheck_store.tiers.memory import MemoryTier
 from adacheck_store.tiers.object_local import LocalObjects
+from adacheck_store.tiers.object_s3 import S3Objects
 from adacheck_store.tiers.peer import PeerTier
 from adacheck_store.tiers.pool import Peer
 from adacheck_store.tiers.zarr import ZarrTier
 from tests.conformance.doors import Door, LmdbDoor, MemoryDoor, ZarrDoor
 from tests.conformance.hosted import Hosted, socket_of
 from tests.conformance.suite import TierSuite
+from tests.s3.door import S3Door
+from tests.s3.server import url_of
 
 
 class MemorySuite(TierSuite):
@@ -59,6 +62,23 @@ class ZarrSuite(TierSuite):
         return ZarrDoor(path)
 
 
+class S3Suite(TierSuite):
+    """Zarr on a real S3 server."""
+
+    name = "ZarrTier on S3"
+    packs = True
+    small_records = 10_000
+    tier_class = ZarrTier
+
+    def make(self, path: Path) -> Tier:
+        """Open it."""
+        return ZarrTier(S3Objects(url_of(path)))
+
+    def door(self, path: Path, tier: Tier) -> Door:
+        """Get behind it."""
+        return S3Door(url_of(path))
+
+
 class PeerUnixSuite(TierSuite):
     """An agent's LMDB tier by a unix socket."""
 
@@ -97,7 +117,7 @@ class PeerTlsSuite(TierSuite):
 
 SUITES: dict[str, type[TierSuite]] = {
     suite.name or suite.tier_class.__name__: suite
-    for suite in (MemorySuite, LmdbSuite, ZarrSuite, PeerUnixSuite, PeerTlsSuite)
+    for suite in (MemorySuite, LmdbSuite, ZarrSuite, S3Suite, PeerUnixSuite, PeerTlsSuite)
 }
 
 

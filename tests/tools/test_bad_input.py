@@ -42,15 +42,15 @@ def test_no_store(verb: str, tmp_path: Path) -> None:
     assert "no store here" in refused(verb, tmp_path / "nowhere")
     assert "no store here" in refused(verb, empty)
     assert "a file, not the folder of a store" in refused(verb, file)
-    assert "a folder of something else" in refused(verb, other)
+    assert "a place of something else" in refused(verb, other)
     assert "empty" in refused(verb, hollow)
     assert tree_digest(tmp_path) == before
 
 
 def test_strange_urls() -> None:
-    """A scheme nobody knows, and one that is not supported yet."""
+    """A scheme nobody knows, and no bucket."""
     assert "not a store URL" in refused("ls", "ftp://host/x")
-    assert "not supported yet" in refused("ls", "s3://bucket/x")
+    assert "not a bucket and prefix" in refused("ls", "s3:///x")
     assert "an empty store URL" in refused("ls", "")
     assert "not a store URL" in refused("ls", "file://host/x")
 
