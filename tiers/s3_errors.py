@@ -40,7 +40,7 @@ _SLOW = {"SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded"
 _PASSING = {"InternalError", "RequestTimeout", "OperationAborted", "BadDigest", "InvalidDigest",
             "XAmzContentChecksumMismatch", "XAmzContentSHA256Mismatch", "IncompleteBody",
             "ConditionalRequestConflict", "PriorRequestNotComplete",
-            "RequestTimeoutException"}  # fmt: skip
+            "RequestTimeoutException", "MalformedXML"}  # fmt: skip
 _FULL = {"QuotaExceeded", "InsufficientStorage", "507", "XMinioStorageFull", "EntityTooLarge"}
 _PASSING_KINDS = {
     "EndpointConnectionError", "ConnectTimeoutError", "ReadTimeoutError", "ConnectionClosedError",
@@ -92,6 +92,8 @@ def translate(exc: Exception, kind: str, place: S3Place, key: str) -> Trouble:
         refused = _refused(exc, code, said, kind, place, path)
         if refused is not None:
             return Trouble(refused, code, expired=code in _EXPIRED)
+        if code == "400" and kind == "head":  # no body says why: expired, or cut on its way
+            return Trouble(_unavailable(said, path), code, passing=True, expired=True)
         slow = code in _SLOW or status in (429, 503)
         passing = status >= 500 or status in (200, 206, 408)  # an error may come as a success
         if (slow or code in _PASSING or passing) and status != 501:

@@ -36,13 +36,14 @@ class Fault:
     ``silent``: the server has it not, and nothing comes. ``flip out`` and ``flip in``: a byte of
     the body sent, or of the one received, is changed. ``cut``: the reply's body ends early.
     ``short``: so too, and its announced length is that. ``late``: after ``seconds``. ``error``:
-    ``status`` and ``code`` as the reply.
+    ``status`` and ``code`` as the reply. ``accept``: the server has it not, and success is told.
     """
 
     how: str
     status: int = 503
     code: str = "SlowDown"
     more: str = ""
+    header: str = "X-Scripted: yes"
     seconds: float = 0.0
 
 
@@ -130,12 +131,17 @@ class Proxy:
         elif how == "silent":
             with suppress(OSError):
                 client.recv(1)  # until the other side gives up
+        elif how == "accept":
+            client.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
         elif how == "error":
             assert fault
             text = _SLOW_DOWN % (fault.code.encode(), fault.more.encode())
             text = b"" if request.kind == "HEAD" else text
-            client.sendall(b"HTTP/1.1 %d X\r\nContent-Length: %d\r\nConnection: close\r\n\r\n%s"
-                           % (fault.status, len(text), text))  # fmt: skip
+            lines = [
+                f"HTTP/1.1 {fault.status} Scripted", f"Content-Length: {len(text)}",
+                "Connection: close", fault.header, "", "",
+            ]  # fmt: skip
+            client.sendall("\r\n".join(lines).encode() + text)
         else:
             body = _flipped(request.body) if how == "flip out" else request.body
             reply = self._forward(request.headers, body)
