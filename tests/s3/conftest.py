@@ -25,3 +25,11 @@ def proxy(real: Server) -> Iterator[Proxy]:
     """A proxy before it."""
     with Proxy(real.endpoint) as found:
         yield found
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Silence is noticed soon, and pauses are short."""
+    monkeypatch.setattr("adacheck_store.tiers.s3_client._READ_S", 0.4)
+    monkeypatch.setattr("adacheck_store.tiers.s3_client._PAUSE_S", 0.01)
+    monkeypatch.setattr("adacheck_store.tiers.s3_client._SLOW_PAUSE_S", 0.02)

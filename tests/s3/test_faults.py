@@ -55,14 +55,6 @@ def through(real: Server, proxy: Proxy, **options: str) -> S3Objects:
     return objects
 
 
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Silence is noticed soon, and pauses are short."""
-    monkeypatch.setattr("adacheck_store.tiers.s3_client._READ_S", 0.4)
-    monkeypatch.setattr("adacheck_store.tiers.s3_client._PAUSE_S", 0.01)
-    monkeypatch.setattr("adacheck_store.tiers.s3_client._SLOW_PAUSE_S", 0.02)
-
-
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("name", PASSING)
 def test_passing_faults(real: Server, proxy: Proxy, name: str) -> None:
