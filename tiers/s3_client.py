@@ -19,6 +19,8 @@ T = TypeVar("T")
 _PAUSE_S, _SLOW_PAUSE_S, _PAUSE_MAX_S = 0.05, 0.2, 8.0
 _CONNECT_S, _READ_S = 5.0, 20.0
 _CONFLICT_ATTEMPTS = 8
+_RANDOM = random.Random()
+"""Our own: the module's generator is part of the state of a training."""
 
 
 class ConflictError(Exception):
@@ -156,7 +158,7 @@ def _trouble(exc: Exception, kind: str, place: S3Place, key: str) -> Trouble:
 def _pause(attempt: int, slow: bool) -> float:
     """A random pause: clients that were refused together do not come back together."""
     longest = min(_PAUSE_MAX_S, (_SLOW_PAUSE_S if slow else _PAUSE_S) * 2.0**attempt)
-    return random.uniform(0.0, longest)
+    return _RANDOM.uniform(0.0, longest)
 
 
 def _last(trouble: Trouble, attempts: int) -> AdaCheckError:

@@ -284,7 +284,7 @@ class Launcher:
         found = [json.loads(out.read_text()) for out in outs]
         return [{int(k): (row[0], row[1]) for k, row in rows.items()} for rows in found]
 
-    def start(self, store: Path, *, ranks: int = 0, **options) -> Attempt:
+    def start(self, store: Path | str, *, ranks: int = 0, **options) -> Attempt:
         """Start all ranks."""
         self.attempts += 1
         return Attempt(self, store, ranks or self.ranks, options)
@@ -293,12 +293,13 @@ class Launcher:
 class Attempt:
     """The processes of one attempt; `kill` is SIGKILL to all that live."""
 
-    def __init__(self, launcher: Launcher, store: Path, ranks: int, options: dict) -> None:
+    def __init__(self, launcher: Launcher, store: Path | str, ranks: int, options: dict) -> None:
         folder = launcher.folder / f"attempt-{launcher.attempts}"
         folder.mkdir(parents=True, exist_ok=True)
         self.outs = [folder / f"{rank}.jsonl" for rank in range(ranks)]
         prefix = f"attempt-{launcher.attempts}"
-        options = {"store": store.as_uri(), **options}
+        url = store if isinstance(store, str) else store.as_uri()
+        options = {"store": url, **options}
         self.processes = [
             _context.Process(
                 target=_train,

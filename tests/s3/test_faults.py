@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import threading
 import time
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from adacheck_store.format.errors import (
     TierUnavailableError,
 )
 from adacheck_store.tiers import s3_multipart
-from adacheck_store.tiers.object_s3 import S3Objects
+from adacheck_store.tiers.object_s3 import S3Objects, crc32
 from tests.s3.proxy import Fault, Proxy, Request, at, once, sound
 from tests.s3.server import OWNER, READER, Server, free_ports, use
 
@@ -80,6 +81,34 @@ def test_passing_faults(real: Server, proxy: Proxy, name: str) -> None:
     objects.delete(["a/False", "a/True"])
     assert list(objects.list("a/")) == []
     proxy.restart()
+
+
+@pytest.mark.usefixtures("quick")
+def test_checksums_whatever_boto3_is_told(
+    real: Server, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A user's settings may switch boto3's own checksums off, never ours."""
+    monkeypatch.setenv("AWS_REQUEST_CHECKSUM_CALCULATION", "when_required")
+    monkeypatch.setenv("AWS_RESPONSE_CHECKSUM_VALIDATION", "when_required")
+    objects = through(real, proxy)
+    objects.put("a", [DATA])
+    found = real.client().head_object(
+        Bucket=objects.place.bucket, Key=objects.place.key("a"), ChecksumMode="ENABLED"
+    )
+    assert found["ChecksumCRC32"] == crc32(DATA)
+    proxy.restart(once(Fault("flip in"), "GET"))
+    assert objects.get("a") == DATA
+
+
+@pytest.mark.usefixtures("quick")
+def test_the_training_s_generator_is_left_alone(real: Server, proxy: Proxy) -> None:
+    """Pauses are drawn from a generator of their own: Python's is part of what is restored."""
+    objects = through(real, proxy)
+    state = random.getstate()
+    proxy.restart(once(Fault("error", 503, "SlowDown"), times=3))
+    objects.put("a", [b"x"])
+    assert random.getstate() == state
+    assert objects.requests()["again"] == 3
 
 
 @pytest.mark.usefixtures("quick")

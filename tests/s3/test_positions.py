@@ -115,8 +115,8 @@ def test_drain_gets_over_it(real: Server, proxy: Proxy, tmp_path: Path) -> None:
     faults = [*PASSING, FINAL]
     number, made = 0, 1
     while number < made:
-        made = drained(real, proxy, number, faults[number // 17 % len(faults)], tmp_path / "cache")
-        number += 17
+        made = drained(real, proxy, number, faults[number // 29 % len(faults)], tmp_path / "cache")
+        number += 29
     assert number > 20
 
 

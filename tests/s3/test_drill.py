@@ -1,0 +1,246 @@
+"""The catastrophe drill: every process, all memory and every disk are gone; the bucket is left."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from adacheck_store.tiers.s3_place import parse_s3
+from tests.ranks.worker import OBJECT_LAG, STEPS, WINDOW, Attempt, Launcher, check_against
+from tests.s3.door import S3Door
+from tests.s3.server import BUCKET, OWNER, Server, server, use
+from tests.tools.stores import cli, cli_json
+
+pytestmark = pytest.mark.fault
+RUN = "e2e"
+PAUSE_S = 0.2
+
+
+class Place:
+    """A store in the bucket and the machines that use it."""
+
+    def __init__(self, real: Server, folder: Path) -> None:
+        self.real, self.folder = real, folder
+        self.url = real.url()
+        self.prefix = parse_s3(self.url).prefix
+
+    def env(self, machine: str) -> dict[str, str]:
+        """What a machine's processes find around them."""
+        return {
+            "AWS_ACCESS_KEY_ID": OWNER[0], "AWS_SECRET_ACCESS_KEY": OWNER[1],
+            "AWS_EC2_METADATA_DISABLED": "true", "ADACHECK_CACHE": str(self.folder / machine),
+        }  # fmt: skip
+
+    def start(self, launcher: Launcher, machine: str, **options: object) -> Attempt:
+        """Start all ranks on a machine."""
+        return launcher.start(self.url, node=machine, env=self.env(machine), **options)
+
+    def lose(self, attempt: Attempt, machine: str) -> None:
+        """Kill every process, and take the disk away."""
+        attempt.kill()
+        shutil.rmtree(self.folder / machine)
+
+    def copy(self) -> Place:
+        """The same objects under another prefix."""
+        other, client = Place(self.real, self.folder), self.real.client()
+        for key in self.real.keys(f"{self.prefix}/"):
+            client.copy_object(
+                Bucket=BUCKET, CopySource={"Bucket": BUCKET, "Key": key},
+                Key=other.prefix + key.removeprefix(self.prefix),
+            )  # fmt: skip
+        return other
+
+    def names(self) -> list[list[str]]:
+        """Names of all objects, in their parts."""
+        prefix = f"{self.prefix}/"
+        return [key.removeprefix(prefix).split("/") for key in self.real.keys(prefix)]
+
+    def newest(self, ranks: int) -> int:
+        """The newest step that the names alone say S3 has: a base of each part, all deltas from
+        there, each rank's extra. -1 if none. Forks are taken as one line: all trainers agree."""
+        bases: dict[str, set[int]] = {}
+        stepped: dict[str, set[int]] = {}
+        for words in self.names():
+            if len(words) == 6 and words[-1] == "zarr.json" and words[3] in ("base", "pack"):
+                first, _, rest = words[4].partition("-")
+                if words[3] == "base":
+                    bases.setdefault(words[2], set()).add(int(first))
+                else:
+                    steps = range(int(first), int(rest.partition("-")[0]) + 1)
+                    stepped.setdefault(words[2], set()).update(steps)
+        found = -1
+        for step in range(STEPS + 1):
+            whole = all(
+                any(base <= step and stepped.get(part, set()).issuperset(range(base + 1, step + 1))
+                    for base in bases.get(part, ()))
+                for part in (f"p{number:06}" for number in range(ranks))
+            )  # fmt: skip
+            extras = all(step in stepped.get(f"r{number:06}", ()) for number in range(ranks))
+            if whole and extras:
+                found = step
+        return found
+
+
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
+def trained(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Launcher, list[dict[int, tuple[str, str]]]]:
+    """A launcher of FSDP2 ranks, and the uninterrupted run."""
+    launcher = Launcher(tmp_path_factory.mktemp("fsdp"), "fsdp", request.param)
+    return launcher, launcher.reference()
+
+
+@pytest.fixture(scope="module")
+def lost(
+    trained: tuple[Launcher, list[dict[int, tuple[str, str]]]],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[tuple[Place, Attempt]]:
+    """A run of which only the bucket is left, at a random moment."""
+    launcher, _ = trained
+    place = Place(server(), tmp_path_factory.mktemp("machines"))
+    attempt = place.start(launcher, "first", pause_s=PAUSE_S)
+    attempt.until(random.Random().randrange(14, STEPS - 4))
+    time.sleep(random.Random().uniform(0, PAUSE_S))
+    place.lose(attempt, "first")
+    return place, attempt
+
+
+def test_restored_from_the_url_alone(
+    trained: tuple[Launcher, list[dict[int, tuple[str, str]]]], lost: tuple[Place, Attempt],
+    real: Server,
+) -> None:  # fmt: skip
+    """By one call, to the newest step S3 has; then on to the same end."""
+    (launcher, reference), (place, first) = trained, lost
+    newest = place.newest(launcher.ranks)
+    assert first.last_step() - newest <= OBJECT_LAG + WINDOW + 1
+    check_against(reference, first)
+    place = place.copy()
+    second = place.start(launcher, "second")
+    assert second.wait() == [0] * launcher.ranks
+    check_against(reference, second)
+    assert second.every("restored") == [newest] * launcher.ranks
+    assert second.every("restored", "tiers") == [["zarr"]] * launcher.ranks
+    assert second.every("final", "digest") == [known[STEPS][0] for known in reference]
+    assert place.newest(launcher.ranks) == STEPS
+
+
+def _half_a_base(door: S3Door, place: Place, newest: int) -> int:
+    """The newest base was on its way: some chunks, no document, and an upload in parts."""
+    bases = sorted(w for w in map("/".join, place.names()) if "/p000001/base/" in w)
+    group = bases[-1].rpartition("/base/")[2].partition("/")[0]
+    assert int(group.partition("-")[0]) > 0, "an older base is there"
+    for name in bases:
+        if f"/{group}/" in name and name.endswith(f"{group}/zarr.json"):
+            door.delete(name)
+    door.client.create_multipart_upload(Bucket=BUCKET, Key=f"{place.prefix}/{bases[-1]}")
+    return newest
+
+
+def _chunk_of(place: Place, newest: int) -> tuple[str, int]:
+    """A chunk of the pack of a rank that has the newest step; and the pack's first step."""
+    packs = [words for words in place.names() if words[2:4] == ["p000001", "pack"] and "c" in words]
+    (words,) = [w for w in packs if int(w[4].split("-")[0]) <= newest <= int(w[4].split("-")[1])]
+    return "/".join(words), int(words[4].split("-")[0])
+
+
+def _deleted(door: S3Door, place: Place, newest: int) -> int:
+    """Somebody deleted one object."""
+    name, first = _chunk_of(place, newest)
+    door.delete(name)
+    return first - 1
+
+
+def _flipped(door: S3Door, place: Place, newest: int) -> int:
+    """One bit of one object is another."""
+    name, first = _chunk_of(place, newest)
+    data = bytearray(door.get(name))
+    data[8] ^= 1  # of the pack's first delta
+    door.put(name, bytes(data))
+    return first - 1
+
+
+@pytest.mark.parametrize(
+    "harm", [_flipped, *(pytest.param(h, marks=pytest.mark.slow) for h in (_half_a_base, _deleted))]
+)
+def test_restored_from_a_damaged_bucket(
+    trained: tuple[Launcher, list[dict[int, tuple[str, str]]]], lost: tuple[Place, Attempt],
+    real: Server, harm,
+) -> None:  # type: ignore[no-untyped-def]  # fmt: skip
+    """To the newest step that can still be proven, bit for bit, and it is said what is damaged."""
+    (launcher, reference), (place, _) = trained, lost
+    newest = place.newest(launcher.ranks)
+    place = place.copy()
+    expected = harm(S3Door(place.url), place, newest)
+    code, document = cli_json("fsck", place.url)
+    assert code == int(expected < newest), document["rows"]
+    third = place.start(launcher, "third", inspect=True)
+    assert third.wait() == [0] * launcher.ranks
+    check_against(reference, third)
+    assert third.every("restored") == [expected] * launcher.ranks
+    if expected < newest:
+        assert any("p000001" in str(reason) for reason in third.every("restored", "reasons")[0])
+
+
+@pytest.mark.slow
+def test_a_zombie_writes_on(
+    trained: tuple[Launcher, list[dict[int, tuple[str, str]]]], real: Server, tmp_path: Path
+) -> None:
+    """The lost machine was only cut off: it trains on while another restores. One line remains."""
+    launcher, reference = trained
+    place = Place(real, tmp_path)
+    zombie = place.start(launcher, "zombie", pause_s=PAUSE_S)
+    while zombie.alive() and place.newest(launcher.ranks) < 4:
+        time.sleep(0.05)
+    second = place.start(launcher, "second", pause_s=0.02)
+    assert second.wait() == [0] * launcher.ranks
+    codes = zombie.wait()
+    assert all(codes), f"the zombie should have been stopped: {codes}"
+    for attempt in (zombie, second):
+        check_against(reference, attempt)
+    assert second.every("final", "digest") == [known[STEPS][0] for known in reference]
+    code, document = cli_json("fsck", place.url)
+    assert code == 0, document["rows"]
+    third = place.start(launcher, "third", inspect=True)
+    assert third.wait() == [0] * launcher.ranks
+    check_against(reference, third)
+    assert third.every("restored") == [STEPS] * launcher.ranks
+
+
+@pytest.mark.slow
+def test_restored_newer_than_s3_before_the_loss(
+    trained: tuple[Launcher, list[dict[int, tuple[str, str]]]], real: Server, tmp_path: Path
+) -> None:
+    """All processes die, the disk's newer steps are gone on with, then the disk dies as well."""
+    launcher, reference = trained
+    place = Place(real, tmp_path)
+    first = place.start(launcher, "first", pause_s=0.05)
+    first.until(9)
+    first.kill()
+    had = place.newest(launcher.ranks)
+    second = place.start(launcher, "first", pause_s=PAUSE_S)
+    second.until(first.last_step() + 3)
+    place.lose(second, "first")
+    restored = second.every("restored")[0]
+    assert restored >= had
+    newest = place.newest(launcher.ranks)
+    third = place.start(launcher, "third")
+    assert third.wait() == [0] * launcher.ranks
+    for attempt in (first, second, third):
+        check_against(reference, attempt)
+    assert third.every("restored") == [newest] * launcher.ranks
+    assert third.every("final", "digest") == [known[STEPS][0] for known in reference]
+
+
+def test_the_command_is_told_where(real: Server, tmp_path: Path) -> None:
+    """A mistyped prefix restores nothing, and makes nothing."""
+    use(OWNER)
+    file = tmp_path / "x.safetensors"
+    result = cli("restore", real.url(), file)
+    assert result.exit_code in (2, 3)
+    assert "no store here" in result.stderr
+    assert not file.exists()
