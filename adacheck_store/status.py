@@ -65,7 +65,8 @@ class Status:
     over because every attempt from there had died. ``drift`` is how far folds here were from what
     the trainer had, as the last captured base showed it (None: nothing was compared, as in class
     ``exact``). ``busy_s`` says for how long each thread has been at what it is doing: at a tier
-    that hangs, for as long as it hangs. Bytes are totals since the
+    that hangs, for as long as it hangs. ``requests`` are those of this process to an S3 store, by
+    kind; ``again`` counts those among them that were repeated. Bytes are totals since the
     writer started; ``background_cpu_s`` is the processor time of the writer's and upkeep's threads.
     """
 
@@ -92,6 +93,7 @@ class Status:
     busy_s: Mapping[str, float] = field(default_factory=dict)
     passed_over: str = ""
     degraded: bool = False
+    requests: Mapping[str, int] = field(default_factory=dict)
 
 
 def status_of(
@@ -112,6 +114,7 @@ def status_of(
         near=store.near.traits.name, far=store.far.traits.name,
         exactness=progress.exactness, mismatch=mismatch, drift=progress.drift,
         busy_s=busy(writer, upkeep), passed_over=passed_over, degraded=progress.degraded,
+        requests=store.far.requests(),
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ tier a record's blocks are written first and its head last: a record exists when
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -130,6 +130,10 @@ class Tier(abc.ABC):
     @abc.abstractmethod
     def sync(self) -> None:
         """Return when everything put before is as durable as the tier's traits say."""
+
+    def requests(self) -> Mapping[str, int]:
+        """Requests made so far by kind, and bytes, where a store counts or charges them."""
+        return {}
 
     @abc.abstractmethod
     def close(self) -> None:

@@ -23,6 +23,11 @@ _RANDOM = random.Random()
 """Our own: the module's generator is part of the state of a training."""
 
 
+def requests_in(counts: Mapping[str, int]) -> int:
+    """How many requests some counts amount to."""
+    return sum(n for kind, n in counts.items() if kind not in ("again", "bytes in", "bytes out"))
+
+
 class ConflictError(Exception):
     """A condition that did not hold. ``again``: an earlier attempt may have been ours."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from adacheck_store.format.head import SealedHead
 from adacheck_store.format.record import Block
@@ -48,6 +48,10 @@ class WrapperTier(Tier):
     def sync(self) -> None:
         """Hand on."""
         self.inner.sync()
+
+    def requests(self) -> Mapping[str, int]:
+        """Hand on."""
+        return self.inner.requests()
 
     def close(self) -> None:
         """Hand on."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from itertools import groupby
 
@@ -268,6 +268,10 @@ class ZarrTier(Tier):
                         yield self._shelf.load(parse_key(key))
                     except (FormatError, RecordNotFoundError):
                         continue
+
+    def requests(self) -> Mapping[str, int]:
+        """What the object store has counted."""
+        return self.objects.requests()
 
     def close(self) -> None:
         """Forget everything; idempotent."""

@@ -17,6 +17,7 @@ from adacheck_store.tiers.channel import Limits
 from adacheck_store.tiers.credentials import Credentials
 from adacheck_store.tiers.peer import PeerTier
 from adacheck_store.tiers.pool import Peer
+from adacheck_store.tiers.s3_client import requests_in
 
 CALL_S = 3.0
 """Time limit for one agent's answer."""
@@ -74,7 +75,7 @@ class DrainRow:
     """The way from an agent to a lower place: what waits, how far behind it is, what is wrong.
 
     ``busy_s``: how long one drain has been under way; ``pause_s``: the pause between tries while
-    it fails; ``error``: the last one, with its age.
+    it fails; ``requests``: those made to an S3 store; ``error``: the last one, with its age.
     """
 
     run: str
@@ -85,6 +86,7 @@ class DrainRow:
     lag_steps: int
     lag_s: float
     drained: int
+    requests: int
     busy_s: float
     pause_s: float
     error: str
@@ -197,7 +199,8 @@ def _drains(said: Mapping[str, Any]) -> Iterator[DrainRow]:
         yield DrainRow(
             run=said["run"], node=said["node"], place=place, records=drain["waiting_records"],
             nbytes=drain["waiting_bytes"], lag_steps=drain["lag_steps"], lag_s=drain["lag_s"],
-            drained=drain["drained_bytes"], busy_s=drain["busy_s"], pause_s=drain["pause_s"],
+            drained=drain["drained_bytes"], requests=requests_in(drain["requests"]),
+            busy_s=drain["busy_s"], pause_s=drain["pause_s"],
             error=_last(said["last_errors"], [f"drain-{place}"]),
         )  # fmt: skip
 

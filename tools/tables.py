@@ -143,10 +143,11 @@ def _print_agents(console: Console, rows: list[Row]) -> None:
     )  # fmt: skip
     _print(
         console,
-        _table("Drains", "node", "to", "waiting", "bytes", "lag", "drained", "busy", "error"),
+        _table("Drains", "node", "to", "waiting", "bytes", "lag", "drained", "requests", "busy",
+               "error"),
         (
             (r.node, r.place, r.records, size(r.nbytes), f"{r.lag_steps} steps, {r.lag_s:g} s",
-             size(r.drained), f"{r.busy_s:g} s", r.error)
+             size(r.drained), r.requests or "", f"{r.busy_s:g} s", r.error)
             for r in rows if isinstance(r, DrainRow)
         ),
     )  # fmt: skip

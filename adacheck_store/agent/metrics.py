@@ -242,3 +242,9 @@ def _drain(found: _Families, place: str, said: Mapping[str, Any]) -> None:
         value = said[name.replace("seconds", "s")]
         found.gauge(f"drain_{name}", what, value, place=place)
     found.count("drained_bytes", "Bytes drained.", said["drained_bytes"], place=place)
+    for kind, number in said["requests"].items():
+        if kind.startswith("bytes "):
+            way = kind.removeprefix("bytes ")
+            found.count("request_bytes", "Bytes of requests.", number, place=place, way=way)
+        else:
+            found.count("requests", "Requests, by kind.", number, place=place, kind=kind)

@@ -98,6 +98,7 @@ def _drain(shell: Shell, place: int, now: float) -> dict[str, Any]:
         "lag_steps": max(0, newest - backlog.oldest_step + 1) if backlog.records else 0,
         "lag_s": round(backlog.oldest_s, 1), "drained_bytes": drainer.bytes_drained,
         "busy_s": _busy(drainer.work.busy_since, now), "pause_s": drainer.work.pausing_s,
+        "requests": dict(shell.places[place].requests()),
     }  # fmt: skip
 
 

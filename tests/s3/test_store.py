@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
 
+import adacheck_store as ada
 from adacheck_store.format.errors import (
     NotOursError,
     TierReadOnlyError,
@@ -20,6 +22,7 @@ from adacheck_store.location import locate
 from adacheck_store.restore import restore_state
 from adacheck_store.store import open_for_reading, open_store
 from adacheck_store.tiers.object_s3 import S3Objects
+from adacheck_store.tiers.s3_client import requests_in
 from adacheck_store.tiers.s3_place import parse_s3
 from tests.core.toy import Toy
 from tests.s3.proxy import Fault, Proxy, Request
@@ -87,6 +90,37 @@ def test_a_readers_key_restores_and_cannot_write(
     assert result.exit_code == 3
     assert "s3:PutObject" in result.stderr
     assert real.keys(parse_s3(trained[0]).prefix) == before
+
+
+def test_requests_are_counted(real: Server) -> None:
+    """What a running writer has asked of S3 is in its status, as the server's side has it."""
+    with Proxy(real.endpoint) as proxy:
+        url = real.url(endpoint=proxy.endpoint)
+        model = torch.nn.Linear(4, 4)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        with ada.attach(model, optimizer, "counted", url) as ckpt:
+            ckpt.restore()
+            for _ in range(3):
+                model(torch.ones(2, 4)).sum().backward()
+                optimizer.step()
+            ckpt.flush(60)
+            counted = ckpt.status().requests
+            kinds = Counter(_kind(request) for request in proxy.requests)
+    assert requests_in(counted) == kinds.total()
+    assert counted["put"] == kinds["put"] >= 8
+    assert counted["get"] == kinds["get"]
+    assert counted["list"] == kinds["list"]
+    assert counted["bytes out"] == sum(
+        len(request.body) for request in proxy.requests if _kind(request) == "put"
+    )
+
+
+def _kind(request: Request) -> str:
+    """The kind of a request by what is on the wire."""
+    if request.kind == "GET":
+        special = {"list-type": "list", "uploads": "uploads"}
+        return next((kind for word, kind in special.items() if word in request.path), "get")
+    return {"PUT": "put", "HEAD": "head", "POST": "delete"}[request.kind]
 
 
 def test_compact_on_s3(real: Server) -> None:
