@@ -17,6 +17,7 @@ from adacheck_store.tiers import failpoints
 
 POLICIES = ("lossless", "bf16")
 RESUMES = ("auto", "must", "never")
+REDUNDANCIES = ("auto", "off")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +39,8 @@ class Settings:
     ``sigterm_grace_s``: seconds in which a trainer that gets SIGTERM stores what it has and ends
     (0: the signal is left alone). ``max_deaths``: attempts that end without getting any further,
     one after the other, before a restore begins at an older step (0: it never does).
+    ``redundancy``: ``auto`` finds what several ranks have copies of, and keeps it once; ``off``
+    keeps on every rank all that it has.
     """
 
     policy: str = "lossless"
@@ -58,12 +61,15 @@ class Settings:
     k: int = 1
     sigterm_grace_s: float = 0.0
     max_deaths: int = 3
+    redundancy: str = "auto"
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
             raise UsageError(f"policy {self.policy!r}", hint=f"one of {POLICIES}")
         if self.resume not in RESUMES:
             raise UsageError(f"resume {self.resume!r}", hint=f"one of {RESUMES}")
+        if self.redundancy not in REDUNDANCIES:
+            raise UsageError(f"redundancy {self.redundancy!r}", hint=f"one of {REDUNDANCIES}")
         least = {
             "window": 1, "base_every": 1, "full_every": 1, "object_lag": 1, "keep_bases": 1,
             "start_step": 0, "k": 0, "max_deaths": 0,

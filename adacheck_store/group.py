@@ -44,6 +44,10 @@ class Group(Protocol):
         """What rank 0 gave; the others give None."""
         ...
 
+    def exchange(self, messages: Sequence[bytes], timeout_s: float) -> Sequence[bytes]:
+        """An all-to-all: takes what each rank is to get, gives what each rank has sent here."""
+        ...
+
 
 class SoloGroup:
     """The group of a run of one process."""
@@ -59,6 +63,10 @@ class SoloGroup:
         """What this process gave."""
         assert data is not None
         return data
+
+    def exchange(self, messages: Sequence[bytes], timeout_s: float) -> Sequence[bytes]:
+        """What this process gave."""
+        return list(messages)
 
 
 SOLO = SoloGroup()

@@ -127,6 +127,10 @@ class Prover:
         }
         self.parts = {part: prove_part(catalog, self.line, part) for part in sorted(parts)}
         self._extras = {place: by_step(refs) for place, refs in catalog.extras.items()}
+        self._shared = any(
+            manifest.redundancy is not None
+            for segment in self.line for _, manifest in segment.revisions
+        )  # fmt: skip
         self._held: dict[tuple[str, str], tuple[set[int], Gaps]] = {}
 
     def segment_of(self, step: int) -> Segment | None:
@@ -158,6 +162,22 @@ class Prover:
                 why = why or f"step {step}: {chosen}"
         return why or f"step {step} lies before the line begins"
 
+    def doubt(self, step: int) -> str:
+        """Why a step is offered only where it is asked for; empty if it is no worse than others.
+
+        Where copies have come apart, one of them was kept between the last step at which they were
+        equal and the one at which that was found.
+        """
+        for segment in self.line:
+            for _, manifest in segment.revisions if segment.covers(step) else ():
+                found = manifest.redundancy
+                if found is not None and found.agreed < step < manifest.step:
+                    return (
+                        f"step {step}: copies on several ranks were equal at step {found.agreed}, "
+                        f"and no longer at step {manifest.step}; one of them was kept"
+                    )
+        return ""
+
     def provable_steps(self) -> list[int]:
         """All provable steps of the line, oldest first."""
         return [
@@ -175,7 +195,8 @@ class Prover:
         manifest = segment.revision(step)[1]
         proofs: dict[str, Proof] = {}
         for entry in manifest.parts:
-            found = self._proof(segment, entry.name, step)
+            layout = entry.layout if self._shared else ""
+            found = self._proof(segment, entry.name, step, layout)
             if isinstance(found, str):
                 return f"part {entry.name} {found}"
             proofs[entry.name] = found
@@ -187,7 +208,12 @@ class Prover:
             extras[rank] = refs
         return proofs, extras
 
-    def _proof(self, segment: Segment, part: str, step: int) -> Proof | str:
+    def _proof(self, segment: Segment, part: str, step: int, layout: str) -> Proof | str:
+        """A proof of a part at a step, of records with that layout; empty: with any.
+
+        Where parts make each other up, one that did not follow the others would leave out, or keep
+        otherwise, what they rely on.
+        """
         proofs = self.parts[part].get(segment.term, {}).get(step, {})
         if not proofs:
             return self._why(segment, part, step)
@@ -198,6 +224,8 @@ class Prover:
             last = proof.base if proof.delta is None else proof.delta
             if last is None or last.manifest not in self.catalog.manifests:
                 why = "was written under a manifest revision that is missing"
+            elif layout not in ("", proof.layout):
+                why = "holds other tensors than the manifest says"
             elif proof.layout not in self.catalog.layouts:
                 why = f"has layout {proof.layout[:16]}, which is missing"
             else:
@@ -274,7 +302,7 @@ def plan_restore(
     for candidate in seen:
         if ceiling is not None and candidate > ceiling.step:
             continue
-        plan = prover.prove(candidate)
+        plan = prover.doubt(candidate) or prover.prove(candidate)
         if isinstance(plan, RestorePlan):
             return replace(plan, newest=newest, reasons=tuple(reasons), passed_over=over)
         reasons.append(plan)

@@ -34,7 +34,8 @@ from .fetch import ArrayReader, BlocksLostError, Fetcher
 from .fold import Fold, FoldReport
 from .group import SOLO, Group
 from .recovery import NOWHERE, Nearness, PartPlan, RestorePlan
-from .state import PartState
+from .redundancy.shares import wanted_of
+from .state import PartState, gathered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +140,8 @@ def restore_state(
 
     Tiers are given nearest first. Where this machine's arithmetic is not the trainer's, the drift
     of such folds is measured; if it is above ``max_drift`` no delta is folded. ``own`` is the part
-    and the rank that are fetched (all, if not given); ``near`` see `recovery.nearer`, ``ceiling``
+    and the rank that are fetched, with what other parts have of that rank's (all, if not given);
+    ``near`` see `recovery.nearer`, ``ceiling``
     see `deaths`. Raises `RestoreError`, `NotProvableError`, or what made every candidate fail.
     """
 
@@ -158,7 +160,10 @@ def restore_state(
         near=near, ceiling=ceiling,
     )  # fmt: skip
     parts, reports, extras, drift = done.result
-    mine = done.plan if own is None else _only(done.plan, *own)
+    mine = done.plan
+    if own is not None:
+        mine, wanted = _only(mine, *own), wanted_of(mine.manifest, int(own[1][1:]))
+        parts = {own[0]: gathered(parts, own[0], wanted)} if wanted else parts
     return Restored(
         step=done.plan.step, plan=done.plan, parts=parts, extras=extras,
         certificate=certify(mine, reports, done.fetcher, drift), lost=done.lost,
@@ -167,9 +172,10 @@ def restore_state(
 
 
 def _only(plan: RestorePlan, part: str, rank: str) -> RestorePlan:
-    """A plan of one part and one rank's extra."""
+    """A plan of one rank's extra, its part, and the parts of others that have what it holds."""
+    wanted = wanted_of(plan.manifest, int(rank[1:])) or {part}
     return dataclasses.replace(
-        plan, parts=tuple(item for item in plan.parts if item.part == part),
+        plan, parts=tuple(item for item in plan.parts if item.part in wanted),
         extras={name: refs for name, refs in plan.extras.items() if name == rank},
     )  # fmt: skip
 

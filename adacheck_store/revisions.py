@@ -4,61 +4,76 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from collections.abc import Callable
 
 from adacheck_store.format.errors import UnsupportedError
-from adacheck_store.format.keys import layout_key, manifest_key
+from adacheck_store.format.keys import layout_key, manifest_key, part_name
 from adacheck_store.format.layout import Layout
-from adacheck_store.format.manifest import Manifest
+from adacheck_store.format.manifest import Manifest, PartEntry
 from adacheck_store.format.record import Record
 from adacheck_store.tiers.base import RecordSource
 
 from .boundary import Link
 from .catalog import RecordRef
 from .config import writer_info
-from .group import Group, share
+from .group import Group, share, together
+from .redundancy.shares import Sharing
 
 
 class Revisions:
     """The revisions of a term, each following the one before, alike on all ranks.
 
     `follow` is called on the training thread, `revise` and `stored` on the writer's. ``layouts``
-    are the run's by id; those of new revisions are put into it.
+    are the run's by id; those of new revisions are put into it. ``announce`` is told of a revision
+    by which ranks share what they write before anything is put under it.
     """
 
     def __init__(
         self, run: str, group: Group, manifest: Manifest, layouts: dict[str, Layout],
-        timeout_s: float,
+        timeout_s: float, announce: Callable[[Manifest, Layout], None],
     ) -> None:  # fmt: skip
         self._run = run
         self._group = group
         self._newest = manifest
         self._layouts = layouts
         self._timeout_s = timeout_s
+        self._announce = announce
         own = manifest.parts[group.rank].layout
         self._ids = {own: manifest.seal().id}
         self._documents: list[RecordSource] = []
         self._lock = threading.Lock()
 
-    def follow(self, layout: Layout, step: int) -> None:
+    def follow(self, layout: Layout, step: int, sharing: Sharing | None = None) -> None:
         """From this boundary on this rank's part has this layout: make the revision that says so.
 
-        Every rank calls it at the same step. Raises `GroupError` where one does not, in time.
+        With a ``sharing`` the parts hold what it says; without one each rank's part holds all that
+        the rank has. Every rank calls it at the same step. Raises `GroupError` where one does not,
+        in time.
         """
         sealed = layout.seal(self._run)
         layouts = share(
             self._group, f"layout of step {step}", lambda: sealed.id, timeout_s=self._timeout_s
         )
-        pairs = zip(self._newest.parts, layouts, strict=True)
-        parts = tuple(dataclasses.replace(entry, layout=found) for entry, found in pairs)
-        with self._lock:
-            if parts == self._newest.parts:
-                return
-            before = self._newest.seal().id
-            self._newest = dataclasses.replace(
-                self._newest, step=step, previous=before, parts=parts
+        parts = tuple(
+            PartEntry(
+                name=part_name(rank), layout=found, owner=rank,
+                sources=sharing.sources[rank] if sharing else (rank,),
             )
-            revised = self._newest.seal(writer_info())
-            key = manifest_key(self._run, self._newest.term, step)
+            for rank, found in enumerate(layouts)
+        )  # fmt: skip
+        redundancy = sharing.redundancy if sharing else None
+        if (parts, redundancy) == (self._newest.parts, self._newest.redundancy):
+            return
+        newest = dataclasses.replace(
+            self._newest, step=step, previous=self._newest.seal().id, parts=parts,
+            redundancy=redundancy,
+        )  # fmt: skip
+        if sharing is not None:
+            together(self._group, f"announce {step}", lambda: self._announce(newest, layout))
+        revised = newest.seal(writer_info())
+        with self._lock:
+            self._newest = newest
+            key = manifest_key(self._run, newest.term, step)
             self._layouts[sealed.id] = layout
             self._ids[sealed.id] = revised.id
             self._documents += [
@@ -66,8 +81,13 @@ class Revisions:
                 RecordSource(str(key), Record(revised, {})),
             ]
 
-    def revise(self, link: Link, layout: Layout, step: int) -> tuple[Link, list[RecordSource]]:
-        """A link under the revision that names another layout, and what to put with it.
+    def documents(self) -> list[RecordSource]:
+        """Layouts and revisions to put with the next records."""
+        with self._lock:
+            return list(self._documents)
+
+    def revise(self, link: Link, layout: Layout, step: int) -> Link:
+        """A link under the revision that names another layout.
 
         A revision that a failed put may have left behind is kept: the one after it follows it.
         """
@@ -82,10 +102,7 @@ class Revisions:
                     "is saved from here on",
                     hint="change them on all ranks at the same step; to go on, restart all ranks",
                 )
-            return (
-                dataclasses.replace(link, manifest=identity, layout=wanted, parent=identity),
-                list(self._documents),
-            )
+            return dataclasses.replace(link, manifest=identity, layout=wanted, parent=identity)
 
     def stored(self, refs: list[RecordRef]) -> None:
         """Take note of documents that are in the near tier."""

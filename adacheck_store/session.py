@@ -34,6 +34,7 @@ from .excuse import Excuse
 from .group import SOLO, Group, lead, same, share, together
 from .opening import Opened, Opening, without_unbegun
 from .recovery import NOWHERE, RestorePlan
+from .redundancy.shares import Sharing
 from .restore import Restored, refuse_unknown, restore_state
 from .revisions import Revisions
 from .status import Background, Status, status_of, unsaved
@@ -84,6 +85,7 @@ class RunSession:
         self._mismatch = ""
         self._revisions: Revisions | None = None
         self._layouts: dict[str, Layout] = {}
+        self._known: dict[str, Manifest] = {}
 
     @classmethod
     def open(
@@ -265,25 +267,27 @@ class RunSession:
         self._run_threads(opened, layout)
         self._step = opened.manifest.step
 
-    def follow(self, layout: Layout, step: int) -> None:
+    def follow(self, layout: Layout, step: int, sharing: Sharing | None = None) -> None:
         """From this boundary on the part has another layout; see `revisions.Revisions.follow`."""
         self._running()
         assert self._revisions is not None
-        self._revisions.follow(layout, step)
+        self._revisions.follow(layout, step, sharing)
 
     def _announce(self, manifest: Manifest, layout: Layout) -> None:
         if self._crew is not None:
-            self._crew.open(manifest, self._catalog.manifests, layout)
+            self._known[manifest.seal().id] = manifest
+            self._crew.open(manifest, {**self._catalog.manifests, **self._known}, layout)
 
     def _run_threads(self, opened: Opened, layout: Layout) -> None:
         assert self._term is not None
         revisions = self._revisions = Revisions(
-            self.run, self.group, opened.manifest, self._layouts, self.settings.stall_timeout_s
-        )
+            self.run, self.group, opened.manifest, self._layouts, self.settings.stall_timeout_s,
+            self._announce,
+        )  # fmt: skip
         writer = Writer(
             self.store.near, opened.link, opened.manifest.step, window=self.settings.window,
             stall_timeout_s=self.settings.stall_timeout_s, on_stored=self._stored, layout=layout,
-            revise=revisions.revise,
+            revise=revisions.revise, documents=revisions.documents,
         )  # fmt: skip
         ask = partial(self._mistrust, writer)
         upkeep: Background = self._crew.upkeep(str(self._term), ask) if self._crew else Upkeep(

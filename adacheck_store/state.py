@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 from adacheck_store.format.bodies import Groups, SectionState
-from adacheck_store.format.layout import Layout
+from adacheck_store.format.layout import Layout, Section
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,3 +28,42 @@ class PartState:
     arrays: Mapping[str, torch.Tensor]
     states: Mapping[str, SectionState]
     boundary: tuple[Groups, ...]
+
+
+def gathered(
+    states: Mapping[str, PartState], own: str, wanted: Mapping[str, frozenset[tuple[str, str]]]
+) -> PartState:
+    """What a rank held, from the parts that have it, as the state of its ``own`` part.
+
+    ``wanted`` maps parts to scopes and names. Slices come without scope, for they are this rank's
+    to load, and keep their places in the arrays of their part. Hyper-parameters are those of the
+    own part.
+    """
+    sections: list[Section] = []
+    arrays: dict[str, torch.Tensor] = {}
+    found: dict[str, SectionState] = {}
+    for part, state in states.items():
+        for section in state.layout.sections:
+            places = [(piece.scope, piece.name) in wanted[part] for piece in section.slices]
+            kept = [index for index, mine in enumerate(places) if mine]
+            if not kept:
+                continue
+            name = f"{part}.{section.name}"
+            slices = tuple(replace(section.slices[index], scope="") for index in kept)
+            sections.append(replace(section, name=name, slices=slices))
+            for role, _ in section.roles:
+                array = state.arrays.get(f"{section.name}/{role}")
+                if array is not None:
+                    arrays[f"{name}/{role}"] = array[: sections[-1].elements]
+            if section.name in state.states:
+                found[name] = _picked(state.states[section.name], kept)
+    mine = states[own]
+    layout = replace(mine.layout, sections=tuple(sections))
+    return replace(mine, layout=layout, arrays=arrays, states=found)
+
+
+def _picked(state: SectionState, kept: Sequence[int]) -> SectionState:
+    return replace(
+        state, present=tuple(state.present[index] for index in kept),
+        scalars={key: tuple(values[i] for i in kept) for key, values in state.scalars.items()},
+    )  # fmt: skip

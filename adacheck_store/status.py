@@ -62,7 +62,8 @@ class Status:
     on without being saved. ``degraded``: fewer than k+1 agents hold this rank's newest step.
     ``exactness`` is the class of the newest base; ``mismatch`` says what the last fold found wrong
     with the chain, if one ever did. ``passed_over`` says which newer steps the restore has passed
-    over because every attempt from there had died. ``drift`` is how far folds here were from what
+    over because every attempt from there had died. ``redundancy`` tells what was found of copies
+    on several ranks. ``drift`` is how far folds here were from what
     the trainer had, as the last captured base showed it (None: nothing was compared, as in class
     ``exact``). ``busy_s`` says for how long each thread has been at what it is doing: at a tier
     that hangs, for as long as it hangs. ``requests`` are those of this process to an S3 store, by
@@ -94,6 +95,7 @@ class Status:
     passed_over: str = ""
     degraded: bool = False
     requests: Mapping[str, int] = field(default_factory=dict)
+    redundancy: str = ""
 
 
 def status_of(

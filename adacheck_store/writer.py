@@ -40,17 +40,19 @@ class Writer:
     called on the writer's thread with the step and the references of what became durable.
     Errors never come out of ``append``; they are in ``error`` and in the gap asked to be closed.
     ``linked`` is the last step stored, ``busy_since`` when the boundary at hand was begun.
-    ``layout`` is that of the link; for a boundary of another one ``revise`` gives a link, and the
-    layout and manifest revision to put with its base.
+    ``layout`` is that of the link; for a boundary of another one ``revise`` gives a link.
+    ``documents`` gives layouts and manifest revisions that are to be put with the next records.
     """
 
     def __init__(
         self, near: Tier, link: Link, step: int, *, window: int, stall_timeout_s: float,
         on_stored: Callable[[int, list[RecordRef]], None], layout: Layout | None = None,
-        revise: Callable[[Link, Layout, int], tuple[Link, list[RecordSource]]] | None = None,
+        revise: Callable[[Link, Layout, int], Link] | None = None,
+        documents: Callable[[], list[RecordSource]] = list,
     ) -> None:  # fmt: skip
         self._layout = layout
         self._revise = revise
+        self._documents = documents
         self._near = near
         self._link = link
         self.linked = step
@@ -204,9 +206,8 @@ class Writer:
         gap = self._gap_at(boundary, moved)
         link = self._link
         delta: Record | None = None
-        documents: list[RecordSource] = []
         if layout is not None and moved and self._revise is not None:
-            link, documents = self._revise(link, layout, boundary.step)
+            link = self._revise(link, layout, boundary.step)
         if gap is not None:
             link = dataclasses.replace(link, parent=link.manifest)
         else:
@@ -220,7 +221,7 @@ class Writer:
             raise TierError("a boundary with neither delta nor base", step=boundary.step)
         if base is not None and delta is None:
             link = dataclasses.replace(link, parent=base.sealed.head.parent)
-        refs = self._put(boundary, link, delta, base, documents)
+        refs = self._put(boundary, link, delta, base)
         with self._changed:
             self._link = link
             self._layout = layout or self._layout
@@ -252,10 +253,9 @@ class Writer:
             return self._gap if self._gap and step >= self._gap["from"] else None
 
     def _put(
-        self, boundary: Boundary, link: Link, delta: Record | None, base: Record | None,
-        documents: list[RecordSource],
-    ) -> list[RecordRef]:  # fmt: skip
-        step = boundary.step
+        self, boundary: Boundary, link: Link, delta: Record | None, base: Record | None
+    ) -> list[RecordRef]:
+        step, documents = boundary.step, self._documents()
         place = (link.run, link.term, link.part)
         records: list[tuple[str, Record]] = []
         if delta is not None:

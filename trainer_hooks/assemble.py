@@ -68,8 +68,8 @@ class Assembly:
             self.stager.release_area(area)
 
     def names_of(self, indices: Sequence[int]) -> bool | list[str]:
-        """Names of trained slots; True for all of them."""
-        trained = self.binding.trained
+        """Names of trained slots, whoever keeps them; True for all of them."""
+        trained = self.binding.all_trained
         return len(indices) == len(trained) or [trained[i].item.name for i in indices]
 
     def start_boundary(self, step: int, extras: Mapping[str, Any]) -> StartBoundary:
@@ -169,7 +169,7 @@ def gather_extras(
     if left is not None:
         zeroed, grads = left
         trees["held"] = assembly.names_of(zeroed)
-        named = assembly.binding.trained
+        named = assembly.binding.all_trained
         if grads:
             trees["grads"] = {named[i].item.name: grad for i, grad in grads.items()}
     return trees

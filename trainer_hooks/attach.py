@@ -47,6 +47,7 @@ def attach(
     agents: Agents | None = None,
     sigterm_grace_s: float = 0.0,
     max_deaths: int = 3,
+    redundancy: str = "auto",
 ) -> Checkpointer:
     """Keep a checkpoint of every step of a run in the store at a URL.
 
@@ -65,17 +66,16 @@ def attach(
     tensors of the optimizer that are not in the model. ``group`` is the ranks of the run: by
     default those of torch.distributed, where it is initialised with more than one process. Then
     every rank attaches, with the same arguments, and `Checkpointer.end_step` is the boundary.
-
-    Where folds on this machine cannot give the trainer's bits (class ``bounded``: training on a
-    GPU) the whole state is kept besides, every ``bounded_every`` steps (at most 256), and compared
-    with the fold that leads to it. If any number differs by more than ``max_drift``, in that
-    number's own unit, the steps between are no longer offered; a restore obeys it too.
-
+    Where folds here cannot give the trainer's bits (class ``bounded``: training on a GPU) the whole
+    state is kept besides, every ``bounded_every`` steps (at most 256), and compared with the fold
+    that leads to it. If any number differs by more than ``max_drift``, in its own unit, the steps
+    between are no longer offered; a restore obeys it too.
     With ``sigterm_grace_s`` SIGTERM, to any rank, ends the run within so many seconds: all ranks
     leave the loop at one boundary by `Stopped`, a `SystemExit` of 143, and store what they can.
-
     After ``max_deaths`` attempts in a row that died without getting past the newest step (0: never)
-    `restore` begins at an older one. What is not supported is refused before the store is touched.
+    `restore` begins at an older one.
+    Ranks compare what they have in the first steps; what is proven to be on several is written by
+    one, unless ``redundancy`` is ``off``. What is not supported is refused before anything is done.
     """
     ranks = find_group() if group is None else group
 
@@ -87,6 +87,7 @@ def attach(
             object_lag=object_lag, keep_bases=keep, start_step=start_step, resume=resume,
             strict=strict, lmdb_bytes=lmdb_bytes, bounded_every=bounded_every,
             max_drift=max_drift, k=k, sigterm_grace_s=sigterm_grace_s, max_deaths=max_deaths,
+            redundancy=redundancy,
         )  # fmt: skip
 
     settings = together(ranks, "arguments of attach", checked)

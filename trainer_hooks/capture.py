@@ -97,6 +97,7 @@ class Capture:
             self._stager.release(self._buffer)
         self._buffer, self._updates = None, []
         self._binding, self._stager, self._watch = binding, stager, watch
+        self._pending.begin(binding.all_trained)
         self._params = [slot.item.tensor for slot in binding.trained]
         self._halves = {i for i, param in enumerate(self._params) if shared_half(param)}
         self._dtypes = [staged_dtype(slot.section, self._policy) for slot in binding.trained]
@@ -340,7 +341,7 @@ class Capture:
 
     def _stage(self, number: int, found_inf: torch.Tensor | None) -> None:
         """After the step: copy the gradients that are not staged yet."""
-        self._pending.used([self._params[index] for index in self._mine[number]])
+        self._pending.used(number)
         if not self._keeps_updates():
             return
         groups = self._optimizers[number].param_groups
@@ -394,5 +395,5 @@ class Capture:
         return early[1] == version(grad) or self._spoils(index)
 
     def left_behind(self) -> tuple[list[int], dict[int, torch.Tensor]]:
-        """Trained slots whose gradients are zeroed in place, and those with some still to use."""
-        return self._pending.found(self._params)
+        """Of all trained slots here: gradients zeroed in place, and those still to be used."""
+        return self._pending.found()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -17,11 +18,13 @@ from adacheck_store.state import PartState
 
 from .assemble import Assembly, StartBoundary, gather_extras
 from .capture import Capture
+from .detection import Detection
 from .encode import ClosedBoundary
 from .extras import freeze, thaw
-from .grace import Grace, Stopped
+from .grace import Grace
 from .hooks import attached
 from .layouts import Binding, Match, Optimizers, bind, listed
+from .leaving import EXIT_FLUSH_S, leave
 from .load import fitting, load
 from .loader import LoaderPosition
 from .names import Model
@@ -29,18 +32,12 @@ from .outside import say_edited
 from .rng import set_rng_state
 from .rounds import Rounds
 from .schedule import BaseSchedule
-from .seam import RestoreReport, Session, told
+from .seam import RestoreReport, Session
 from .shards import is_sharded
 from .tracked import Tracked
 from .unfolded import state_trees, warn
 
 log = logging.getLogger(__name__)
-
-EXIT_FLUSH_S = 600.0
-"""Longest wait for the tiers when a ``with`` block is left."""
-
-FAILED_FLUSH_S = 30.0
-"""The same when it is left by an exception: the near tier alone."""
 
 
 class Checkpointer:
@@ -69,6 +66,7 @@ class Checkpointer:
         self._step = settings.start_step
         self._rounds = Rounds(len(self._optimizers))
         self._bases = BaseSchedule(settings)
+        self._detection = Detection(group, settings)
         self._grace = Grace(settings.sigterm_grace_s, group, session.hurry)
         self._carried: Any = None
         self._failure: AdaCheckError | None = None
@@ -155,8 +153,24 @@ class Checkpointer:
         self._capture_by(assembly)
 
     def _capture_by(self, assembly: Assembly) -> None:
+        """Capture all that is here: what others keep of it is to be found out anew."""
+        self._whole = assembly.binding
+        self._detection.begin(self._step, self._whole.foldable)
+        self._capture_part(assembly)
+
+    def _capture_part(self, assembly: Assembly) -> None:
         self._assembly = assembly
         self._capture.begin(assembly.binding, assembly.stager, assembly.watch)
+
+    def _share(self) -> None:
+        """Look for copies on other ranks: what is found may be another's to keep from here on."""
+        found = self._detection.look(
+            self._step, self._rounds.total, self._whole, self._session.follow
+        )
+        assert self._assembly is not None
+        if found is not None and not found.alike(self._assembly.binding):
+            self._capture_part(Assembly(found, self._settings))
+            self._bases.moved = "copies on other ranks were found"
 
     @property
     def explicit(self) -> bool:
@@ -200,15 +214,13 @@ class Checkpointer:
         why = self._capture.changes(optimizer)
         if not why:
             return
-        old = self._assembly.binding
         try:
             new = self._bind()
         except UsageError as error:
             self._refuse(error)
             self._unbound = True
             return
-        tensors = zip(new.slots, old.slots, strict=False)
-        if new.alike(old) and all(n.item.tensor is o.item.tensor for n, o in tensors):
+        if new.same(self._whole):
             self._capture.accept()
             return
         self._capture_by(Assembly(new, self._settings))
@@ -255,6 +267,8 @@ class Checkpointer:
                 self._look_for_tensors()
             if self._bases.moved:
                 self._session.follow(self._assembly.binding.layout, self._step)
+            elif self._detection.due(self._step):
+                self._share()
             if self._assembly.watch.state_touched():
                 self._bases.state_touched()
             gap = self._bases.gap(self._step, self._session.wants_base(), self._assembly.binding)
@@ -280,7 +294,7 @@ class Checkpointer:
         self._unbound = True  # with what cannot be bound no base would be whole
         binding = self._bind()
         self._unbound = False
-        if not binding.alike(self._assembly.binding):
+        if not binding.alike(self._whole):
             self._capture_by(Assembly(binding, self._settings))
             self._bases.moved = self._bases.moved or "the model's tensors have changed"
 
@@ -354,7 +368,7 @@ class Checkpointer:
         """Where the writer stands; raises `OrderError` before the first update or `restore`."""
         if self._assembly is None:
             raise OrderError("the run has not begun", hint="call restore() first")
-        return self._session.status()
+        return replace(self._session.status(), redundancy=self._detection.said)
 
     def close(self) -> None:
         """Remove the hooks and stop; what was handed over is stored, not drained."""
@@ -380,17 +394,4 @@ class Checkpointer:
 
         After SIGTERM both are done within the grace, and what leaves is `Stopped`.
         """
-        left_s = self._grace.left()
-        far = kind is None or left_s is not None
-        limit_s = EXIT_FLUSH_S if kind is None else FAILED_FLUSH_S
-        # An error that is leaving already matters more than ours.
-        leaving = contextlib.nullcontext if kind is None and left_s is None else told
-        try:
-            with leaving():
-                self.flush(limit_s if left_s is None else left_s, far=far)
-        finally:
-            with leaving():
-                self.close()
-        if left_s is not None and isinstance(error, Exception):
-            log.warning("ended by SIGTERM, and by %s: %s", type(error).__name__, error)
-            raise Stopped from error
+        leave(error, self._grace, self.flush, self.close)

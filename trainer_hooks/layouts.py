@@ -52,7 +52,8 @@ class Binding:
     """A layout whose slices are tensors of a live model and its optimizers.
 
     ``slots`` are in the layout's order; ``trained`` those an optimizer updates, ``outside`` the
-    others. ``specs`` are the optimizers'.
+    others. ``specs`` are the optimizers'. ``all_trained`` are all slots here that an optimizer
+    updates, also those that another rank keeps (see `narrowed`), in the order of the whole.
     """
 
     layout: Layout
@@ -61,6 +62,7 @@ class Binding:
     slots: tuple[Slot, ...]
     trained: tuple[Slot, ...]
     outside: tuple[Slot, ...]
+    all_trained: tuple[Slot, ...]
 
     @property
     def foldable(self) -> bool:
@@ -70,6 +72,11 @@ class Binding:
     def alike(self, other: Binding) -> bool:
         """Whether both have the same layout, and keep the same of it."""
         return self.layout == other.layout and self.foldable == other.foldable
+
+    def same(self, other: Binding) -> bool:
+        """Whether both are alike, of the very same tensors."""
+        pairs = zip(self.slots, other.slots, strict=False)
+        return self.alike(other) and all(a.item.tensor is b.item.tensor for a, b in pairs)
 
     def spec(self, slot: Slot) -> OptimizerSpec:
         """What is known of the optimizer of a trained slot."""
@@ -131,14 +138,12 @@ def bind(
         section = _section(key, members, used, group)
         sections.append(section)
         slots += [Slot(section, i, item) for i, (item, _) in enumerate(members)]
+    trained = tuple(slot for slot in slots if slot.section.optimizer >= 0)
     return Binding(
         layout=Layout(optimizers=tuple(spec.name for spec in specs), sections=tuple(sections)),
-        optimizers=optimizers,
-        specs=specs,
-        slots=tuple(slots),
-        trained=tuple(slot for slot in slots if slot.section.optimizer >= 0),
-        outside=tuple(slot for slot in slots if slot.section.optimizer < 0),
-    )
+        optimizers=optimizers, specs=specs, slots=tuple(slots), trained=trained,
+        outside=tuple(slot for slot in slots if slot.section.optimizer < 0), all_trained=trained,
+    )  # fmt: skip
 
 
 def _refuse_shards(items: Sequence[NamedTensor], specs: Sequence[OptimizerSpec]) -> None:
@@ -361,7 +366,8 @@ def _differences(slot: Slot, section: Section, piece: Slice) -> list[str]:
         for what, theirs, ours in pairs
         if theirs != ours
     ]
-    if not wrong and (piece.scope, piece.flat, piece.boxes) != (mine.scope, None, mine.boxes):
+    held = piece.scope in ("", mine.scope) and (piece.flat, piece.boxes) == (None, mine.boxes)
+    if not wrong and not held:
         wrong.append(f"sharding of {name!r}: the chain has {_held(piece)}, this run {_held(mine)}")
     return wrong
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from .copies import host_copy, remote
+from .layouts import Slot
 from .shards import local, version
 
 log = logging.getLogger(__name__)
@@ -34,13 +35,22 @@ class PendingGrads:
     """
 
     def __init__(self) -> None:
+        self._params: list[torch.Tensor] = []
+        self._mine: dict[int, list[torch.Tensor]] = {}
         self._used: dict[int, _Used] = {}
         self._recent: set[int] = set()
         self._left: dict[int, weakref.ref[torch.Tensor]] = {}
         self._told = False
 
-    def used(self, params: Sequence[torch.Tensor]) -> None:
-        """An update has used the gradients of these parameters."""
+    def begin(self, slots: Sequence[Slot]) -> None:
+        """These are the trained parameters from here on, whoever keeps them."""
+        self._params, self._mine = [slot.item.tensor for slot in slots], {}
+        for slot in slots:
+            self._mine.setdefault(slot.section.optimizer, []).append(slot.item.tensor)
+
+    def used(self, optimizer: int) -> None:
+        """An update has used the gradients of this optimizer's parameters."""
+        params = self._mine.get(optimizer, [])
         if self._left and not self._told:
             self._say_dropped(params)
         self._recent.update(map(id, params))
@@ -71,14 +81,14 @@ class PendingGrads:
                 sum(p.numel() * p.element_size() for p in dropped) / 1e6,
             )  # fmt: skip
 
-    def found(self, params: Sequence[torch.Tensor]) -> tuple[list[int], dict[int, torch.Tensor]]:
+    def found(self) -> tuple[list[int], dict[int, torch.Tensor]]:
         """Indices of parameters that need zero gradients, and copies of those still to be used.
 
         Whether gradients on a device are zeros is not known yet: see `sort_out`.
         """
         zeroed: list[int] = []
         grads: dict[int, torch.Tensor] = {}
-        for index, param in enumerate(params):
+        for index, param in enumerate(self._params):
             grad = param.grad
             if grad is None:
                 continue

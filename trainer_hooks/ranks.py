@@ -86,6 +86,19 @@ class StoreGroup:
                 return data
             return self._hear([0], self._timeout_s)[0]
 
+    def exchange(self, messages: Sequence[bytes], timeout_s: float) -> Sequence[bytes]:
+        """What each rank has sent to this one; raises `GroupError` after the time-out."""
+        with self._speaking():
+            before, self._mine = self._mine, []
+            place = f"{self._room}/{self._round}"
+            keys = [f"{place}/{peer}/{self.rank}" for peer in range(self.size)]
+            self._store.multi_set(keys, list(messages))
+            self._mine += keys
+            found = self._wait_for(range(self.size), f"{place}/{self.rank}", timeout_s)
+            for key in before:  # as in `gather`: whoever has come here has read them
+                self._store.delete_key(key)
+            return found
+
     def board(self) -> Board:
         """The board of these ranks; once they have spoken."""
         return Board(self._connect(), self._room, self.rank, self.size)
@@ -169,7 +182,7 @@ class StoreGroup:
         finally:
             if self._life is not None:
                 self._life.await_({})
-        found = {rank: self._store.get(key) for rank, key in keys.items()}
+        found = dict(zip(keys, self._store.multi_get(list(keys.values())), strict=True))
         if dead := [rank for rank, said in found.items() if said == DEAD]:
             raise GroupError(
                 f"{named(dead)} of {self.size} gave no sign of life for {self._silent_s:g} s"

@@ -9,10 +9,14 @@ UPDATES_MAX = 16
 
 
 class Rounds:
-    """Counts updates of ``optimizers`` optimizers; one alone may make one between boundaries."""
+    """Counts updates of ``optimizers`` optimizers; one alone may make one between boundaries.
+
+    ``total`` is how many there were in all.
+    """
 
     def __init__(self, optimizers: int) -> None:
         self._made = [0] * optimizers
+        self.total = 0
         self._most = UPDATES_MAX if optimizers > 1 else 1
 
     @property
@@ -33,6 +37,7 @@ class Rounds:
     def note(self, optimizer: int) -> None:
         """An update was made."""
         self._made[optimizer] += 1
+        self.total += 1
 
     def close(self) -> None:
         """A boundary."""

@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeVar
 from adacheck_store.boundary import Boundary, Link
 from adacheck_store.format.layout import Layout
 from adacheck_store.format.record import Record
+from adacheck_store.redundancy.shares import Sharing
 
 T = TypeVar("T")
 
@@ -35,7 +36,7 @@ class Session(Protocol):
         """Do something on every rank; where it fails on any, all raise."""
         ...
 
-    def follow(self, layout: Layout, step: int) -> None:
+    def follow(self, layout: Layout, step: int, sharing: Sharing | None = None) -> None:
         """Tell all ranks that from this boundary on the part has another layout."""
         ...
 

@@ -39,6 +39,15 @@ def is_sharded(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, "_local_tensor")
 
 
+def is_replicated(tensor: torch.Tensor, ranks: int) -> bool:
+    """True for a DTensor over all ranks whose placements say that each piece lies on several."""
+    if not is_sharded(tensor):
+        return False
+    dtensor: Any = tensor
+    whole = dtensor.device_mesh.size() == ranks
+    return whole and any(type(each).__name__ == "Replicate" for each in dtensor.placements)
+
+
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """The plain tensor that this rank holds, sharing its memory; a plain tensor is its own."""
     found: torch.Tensor = getattr(tensor, "_local_tensor", tensor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -47,6 +48,11 @@ class ThreadGroup:
         """What rank 0 gave."""
         self._round += 1
         return self._await([0], data)[0]
+
+    def exchange(self, messages: Sequence[bytes], timeout_s: float) -> Sequence[bytes]:
+        """What every rank has for this one."""
+        told = self.gather(json.dumps([each.hex() for each in messages]).encode(), timeout_s)
+        return [bytes.fromhex(json.loads(each)[self.rank]) for each in told]
 
     def _await(
         self, ranks: Sequence[int], data: bytes | None, timeout_s: float | None = None

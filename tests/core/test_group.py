@@ -347,7 +347,7 @@ def _revisions(group, settings=QUICK):
         run="run", term=manifest.term, part=f"p{group.rank:06d}", rank=f"r{group.rank:06d}",
         parent="", manifest=manifest.seal().id, layout=part.layout,
     )  # fmt: skip
-    return Revisions("run", group, manifest, layouts, 0.2), link, new
+    return Revisions("run", group, manifest, layouts, 0.2, lambda *_: None), link, new
 
 
 def test_all_ranks_write_one_and_the_same_revision():
@@ -356,12 +356,12 @@ def test_all_ranks_write_one_and_the_same_revision():
     def work(group):
         revisions, link, new = _revisions(group)
         revisions.follow(new, 7)
-        again, documents = revisions.revise(link, new, 8)
+        again, documents = revisions.revise(link, new, 8), revisions.documents()
         assert again.parent == again.manifest != link.manifest
-        assert len(revisions.revise(link, new, 9)[1]) == 2
+        assert len(documents) == 2 == len(revisions.documents())
         refs = [make_ref(parse_key(item.key), item.record.sealed, ()) for item in documents]
         revisions.stored(refs)
-        assert revisions.revise(link, new, 9)[1] == []
+        assert revisions.documents() == []
         return [(item.key, item.record.sealed.id) for item in documents], again.manifest
 
     one, other = on_ranks(2, work)

@@ -29,7 +29,7 @@ from adacheck_store.store import open_store
 from adacheck_store.tiers.base import Tier
 from adacheck_store.tiers.wrappers import WrapperTier
 from adacheck_store.trainer_hooks import attach as attach_module
-from adacheck_store.trainer_hooks import checkpointer as checkpointer_module
+from adacheck_store.trainer_hooks import leaving
 from tests.core.kit import QUICK, Journal, begin, make_toy, session_on
 from tests.core.kit import train as train_toy
 from tests.hooks.helpers import adamw, bits, mlp, same, train
@@ -172,8 +172,8 @@ def test_leaving_while_lmdb_hangs_is_bounded_and_says_what_is_not_stored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, raising: bool
 ) -> None:
     """The user's own exception is what comes out, if there is one."""
-    monkeypatch.setattr(checkpointer_module, "EXIT_FLUSH_S", 1.0)
-    monkeypatch.setattr(checkpointer_module, "FAILED_FLUSH_S", 1.0)
+    monkeypatch.setattr(leaving, "EXIT_FLUSH_S", 1.0)
+    monkeypatch.setattr(leaving, "FAILED_FLUSH_S", 1.0)
     monkeypatch.setattr(session_module, "CLOSE_S", 1.0)
     before = {*threading.enumerate()}
     with contextlib.ExitStack() as stack:

@@ -114,4 +114,5 @@ def test_one_near_tier_is_lost(tmp_path, trained):
     reasons = second.every("restored", "reasons")
     if lost[0]:
         assert any("p000001" in reason for reason in reasons[1])
-    assert second.every("restored", "tiers")[1] == ["zarr"]
+    others = ["lmdb:node-a.r0"] if launcher.kind == "ddp" else []  # rank 0 writes for it
+    assert second.every("restored", "tiers")[1] == [*others, "zarr"]

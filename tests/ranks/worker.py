@@ -14,6 +14,8 @@ STEPS = 24
 BASE_EVERY = 6
 OBJECT_LAG = 4
 GROWN_AT = 9
+FLIPPED_AT = 7
+FLIPPED = "0.weight"
 WINDOW = 2
 
 _context = multiprocessing.get_context("forkserver")
@@ -29,38 +31,79 @@ def build(kind: str, rank: int, ranks: int, *, steps: int = STEPS, width: int = 
     """Model, optimizer, schedule and loader of a rank, for so many steps.
 
     ``fsdp``: rows do not divide by the ranks, and of one row all but the first have none. ``ddp``:
-    with a BatchNorm. ``plain``: each rank has a model of its own under the same names, and nothing
-    says so. ``grow``: so too, and the last layer is trained from a later step on only.
+    with a BatchNorm. ``flip``: so too, and a bit flips. ``plain``: each rank has a model of its own
+    under the same names, and nothing says so. ``grow``: so too, and the last layer is trained from
+    a later step on only. ``hsdp``: each shard on two ranks. ``tp``: the middle is cut by tensor
+    parallelism, what is around it stands on all ranks. ``tp_fsdp``: that again sharded. ``whole``:
+    what ``fsdp`` shards.
     """
     import torch
     from torch import nn
 
     torch.set_num_threads(1)
     torch.manual_seed(11 + rank * (kind in ("plain", "grow")))
-    layers = [nn.Linear(9, width), nn.Dropout(0.2), nn.GELU(), nn.Linear(width, 5)]
-    if kind != "fsdp":
-        layers.insert(1, nn.BatchNorm1d(width))
+    tensor = kind.startswith("tp")
+    drop = [] if tensor else [nn.Dropout(0.2)]
+    layers = [nn.Linear(9, width), *drop, nn.GELU(), nn.Linear(width, 5)]
+    if kind not in ("fsdp", "hsdp", "whole"):
+        layers.insert(1, nn.LayerNorm(width) if tensor else nn.BatchNorm1d(width))
     model = nn.Sequential(*layers, nn.Linear(5, 1))
-    if kind == "fsdp":
+    if tensor:
+        model = _cut(model, kind, ranks)
+    elif kind in ("fsdp", "hsdp"):
+        from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
+        names, shape = (("dp",), (ranks,))
+        if kind == "hsdp":
+            names, shape = ("copies", "shards"), (2, ranks // 2)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
         model[-1].bias.requires_grad_(False)
         for layer in model[:-1]:
             if isinstance(layer, nn.Linear):
-                fully_shard(layer)
-        fully_shard(model)  # the last layer is the root's
-    elif kind == "ddp":
+                fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)  # the last layer is the root's
+    elif kind in ("ddp", "flip"):
         model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     first = model[:-1] if kind == "grow" else model
     optimizer = torch.optim.AdamW(
-        [p for p in first.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.1, fused=True
-    )
+        [p for p in first.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.1,
+        **({"foreach": False} if tensor else {"fused": True}),
+    )  # fmt: skip
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    random.seed(100 + rank)
-    torch.manual_seed(100 + rank)
+    seed = 100 + rank * (not tensor)
+    random.seed(seed)
+    torch.manual_seed(seed)
     data = torch.utils.data.TensorDataset(torch.randn(16 * steps, 9), torch.randn(16 * steps, 1))
     loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)
     return model, optimizer, schedule, loader
+
+
+def _cut(model, kind: str, ranks: int):
+    """Two layers by columns and by rows; with ``tp_fsdp`` on pairs, and then sharded by FSDP2."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    both = kind == "tp_fsdp"
+    names = ("dp", "tp") if both else ("tp",)
+    mesh = init_device_mesh("cpu", (2, ranks // 2) if both else (ranks,), mesh_dim_names=names)
+    plan = {
+        "0": ColwiseParallel(output_layouts=Replicate()),
+        "3": RowwiseParallel(input_layouts=Replicate()),
+    }
+    model = parallelize_module(model, mesh["tp"], plan)
+    if both:
+        for layer in model:
+            if list(layer.parameters()):
+                fully_shard(layer, mesh=mesh["dp"])
+        fully_shard(model, mesh=mesh["dp"])
+    return model
 
 
 def _bytes(tensor) -> bytes:
@@ -99,7 +142,9 @@ def step(model, optimizer, schedule, batch) -> float:
     optimizer.zero_grad()
     loss = torch.nn.functional.mse_loss(model(batch[0]), batch[1]) * (1 + random.random())
     loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    kinds = {type(param.data) for param in model.parameters()}
+    if len(kinds) == 1:  # else torch clips nothing
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     schedule.step()
     return loss.item()
@@ -109,6 +154,14 @@ def grow(kind: str, model, optimizer, number: int) -> None:
     """Before an update: train the last layer too, from `GROWN_AT` on."""
     if kind == "grow" and number == GROWN_AT:
         optimizer.add_param_group({"params": list(model[-1].parameters()), "lr": 1e-3})
+
+
+def flip(kind: str, model, rank: int, number: int) -> None:
+    """``flip``: after an update one bit of one weight of rank 1 changes, and nothing sees it."""
+    import torch
+
+    if kind == "flip" and (rank, number) == (1, FLIPPED_AT):
+        model.get_parameter(f"module.{FLIPPED}").data.view(-1).view(torch.int32)[3] ^= 1 << 18
 
 
 def evaluate(model, number: int) -> None:
@@ -180,6 +233,7 @@ def _reference(out: str, rank: int, ranks: int, port: int, kind: str, sizes: dic
     for number, batch in zip(range(1, sizes.get("steps", STEPS) + 1), loader, strict=False):
         grow(kind, model, optimizer, number)
         loss = step(model, optimizer, schedule, batch)
+        flip(kind, model, rank, number)
         evaluate(model, number)
         rows[number] = (digest(model, optimizer, schedule), loss.hex())
     Path(out).write_text(json.dumps(rows))
@@ -209,10 +263,12 @@ def _train(out: str, rank: int, ranks: int, port: int, prefix: str, kind: str, o
         write = writes(journal)
         given = {
             "run": "e2e", "store": options["store"], "window": WINDOW, "base_every": BASE_EVERY,
-            "object_lag": OBJECT_LAG, "group": find_group(options.get("timeout_s", 60.0)),
+            "object_lag": OBJECT_LAG,
+            "group": find_group(options.get("timeout_s", 60.0), options.get("silent_s", 30.0)),
             "resume": options.get("resume", "auto"),
         }  # fmt: skip
         given |= options.get("given", {}).get(rank, {})
+        exchanged = options.get("before_attach", _nothing)(rank)
         try:
             ckpt = attach(model, optimizer, **given)
         except AdaCheckError as error:
@@ -235,6 +291,7 @@ def _train(out: str, rank: int, ranks: int, port: int, prefix: str, kind: str, o
                     break
                 grow(kind, model, optimizer, number)
                 loss = step(model, optimizer, schedule, batch)
+                flip(kind, model, rank, number)
                 evaluate(model, number)
                 if number == options.get("poisoned", {}).get(rank):
                     ckpt.flush(60, far=False)
@@ -249,7 +306,8 @@ def _train(out: str, rank: int, ranks: int, port: int, prefix: str, kind: str, o
                 ckpt.flush(60)
             status = ckpt.status()
             write(stored=status.stored, drained=status.drained, error=status.last_error,
-                  mismatch=status.mismatch)  # fmt: skip
+                  mismatch=status.mismatch, redundancy=status.redundancy,
+                  exchanged=exchanged)  # fmt: skip
 
 
 def _nothing(rank: int) -> None:

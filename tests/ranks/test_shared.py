@@ -1,0 +1,277 @@
+"""What several ranks have copies of is found, written by one of them, and read by all."""
+
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from adacheck_store.catalog import read_catalog
+from adacheck_store.fetch import ArrayReader, Fetcher
+from adacheck_store.format.bodies import decode_delta
+from adacheck_store.format.dtypes import item_bytes
+from adacheck_store.placement import Node
+from adacheck_store.redundancy.assign import Topology
+from adacheck_store.redundancy.costs import exchange_bytes
+from adacheck_store.redundancy.listing import summary
+from adacheck_store.redundancy.shares import shares
+from adacheck_store.redundancy.sighting import Piece
+from adacheck_store.redundancy.states import Holding, Side, states
+from adacheck_store.restore import open_layout
+from adacheck_store.store import open_store
+from adacheck_store.tools.fsck import fsck
+from tests.ranks.worker import FLIPPED, FLIPPED_AT, STEPS, Launcher, build, check_against
+
+pytestmark = pytest.mark.fault
+
+FOUND_AT = 2
+"""Ranks look after the first and the second update, and share from there on."""
+
+KEPT = {rank: {"keep": 100} for rank in range(2)}
+"""Nothing is pruned."""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """DDP on two ranks with a BatchNorm, whose statistics are each rank's own, and its end."""
+    launcher = Launcher(tmp_path_factory.mktemp("shared"), "ddp", 2)
+    return launcher, launcher.reference()
+
+
+def count_exchanges(rank: int) -> list[int]:
+    """The bytes of each all-to-all of this rank, from here on."""
+    from adacheck_store.trainer_hooks.ranks import StoreGroup
+
+    sent: list[int] = []
+    exchange = StoreGroup.exchange
+
+    def counted(self, messages, timeout_s):
+        sent.append(sum(map(len, messages)))
+        return exchange(self, messages, timeout_s)
+
+    StoreGroup.exchange = counted
+    return sent
+
+
+def kept(store: Path, step: int) -> dict[str, dict[str, int]]:
+    """Of every part the tensors that a step's delta has, and their bytes, padding apart."""
+    found = {}
+    with open_store(store.as_uri()) as opened:
+        catalog = read_catalog(opened.tiers, "e2e")
+        for (_, part), refs in catalog.deltas.items():
+            ref = next((ref for ref in refs if ref.step == step), None)
+            if ref is None:
+                continue
+            layout = open_layout(opened.tiers, "e2e", ref.layout)
+            body = decode_delta(ArrayReader(Fetcher(opened.tiers), ref).head)
+            sizes = {}
+            for grad in (grad for update in body.updates for grad in update.grads):
+                piece = layout.section(grad.section).slices[grad.slice]
+                sizes[piece.name] = piece.elements * (4 if grad.encoding == "raw" else 2)
+            for item in body.sets:
+                section = layout.section(item.section)
+                piece = section.slices[item.slice]
+                sizes[piece.name] = piece.elements * item_bytes(section.dtypes[item.role])
+            found[part] = sizes
+    return found
+
+
+def predicted(ranks: int) -> int:
+    """Bytes of a step of DDP by the pure rules: all has copies but a BatchNorm's statistics."""
+    model = build("plain", 0, 1)[0]
+    everyone = frozenset(range(ranks))
+    held = {rank: [] for rank in everyone}
+    for rank in everyone:
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            own = "running" in name
+            piece = Piece((tuple((0, size) for size in tensor.shape),))
+            nbytes = tensor.numel() * tensor.element_size()
+            copies = frozenset((rank,)) if own else everyone
+            param = Side(piece=piece, copies=copies, nbytes=nbytes)
+            trained = isinstance(tensor, type(next(model.parameters())))
+            optimizer = Side(piece=piece, copies=everyone, nbytes=2 * nbytes) if trained else None
+            shape = tuple(tensor.shape)
+            held[rank].append(
+                Holding(scope="", name=name, shape=shape, param=param, optimizer=optimizer)
+            )
+    where = Topology(nodes=[Node(name="n")], ranks=dict.fromkeys(everyone, "n"))
+    return sum(part.step_bytes(gradient_bytes=4) for part in shares(states(held), where).parts)
+
+
+def revisions(store: Path) -> list:
+    """The manifests of a run, oldest first."""
+    with open_store(store.as_uri()) as opened:
+        catalog = read_catalog(opened.tiers, "e2e")
+        damage = [item for item in fsck(opened, "e2e") if getattr(item, "severity", "") == "damage"]
+    assert damage == []
+    return sorted(catalog.manifests.values(), key=lambda manifest: (manifest.term, manifest.step))
+
+
+def test_what_all_ranks_have_is_written_once(tmp_path, trained):
+    """Training is the same; each step has each gradient once, and of statistics every rank's."""
+    launcher, reference = trained
+    store = tmp_path / "store"
+    attempt = launcher.start(store, before_attach=count_exchanges, given=KEPT)
+    assert attempt.wait() == [0, 0]
+    check_against(reference, attempt)
+    first, found = revisions(store)
+    assert (first.step, first.redundancy) == (0, None)
+    assert found.step == found.redundancy.agreed == FOUND_AT
+    told = summary(found)
+    assert sum(part["states"] for part in told["parts"]) == 9 + 4
+    assert told["unproven"] == {}
+    assert (
+        attempt.every("stored", "redundancy")
+        == ["as of step 2, 9 of 13 states have copies on several ranks and are kept once"] * 2
+    )
+    sizes = kept(store, STEPS)
+    both = [set(sizes[part]) for part in ("p000000", "p000001")]
+    assert both[0] & both[1] == {"1.running_mean", "1.running_var"}
+    assert len(both[0] | both[1]) == 11
+    assert sum(sum(part.values()) for part in sizes.values()) == predicted(2)
+    assert len(kept(store, FOUND_AT - 1)) == 2
+    assert kept(store, FOUND_AT) == {}  # a base of what each writes came in its stead
+    # Eight parameters with two moments, a counter and two statistics are offered by each rank.
+    calls = [row["exchanged"] for rank in (0, 1) for row in attempt.rows(rank) if "stored" in row]
+    payload = sum(sum(call[:4]) for call in calls)
+    assert payload == 2 * exchange_bytes(tokens=27, sets=0, runs=0).payload
+
+
+def test_lost_tiers_and_killed_ranks(tmp_path, trained):
+    """Each rank reads what the other has written, from its LMDB, and from zarr alone."""
+    launcher, reference = trained
+    store = tmp_path / "store"
+    first = launcher.start(store, pause_s=0.02)
+    first.until(9)
+    first.kill(1)
+    check_against(reference, first)
+    second = launcher.start(store, pause_s=0.02)
+    second.until(13)
+    second.kill(0)
+    check_against(reference, second)
+    assert min(second.every("restored")) >= 7
+    assert second.every("restored", "tiers") == [["lmdb:node-a.r0", "lmdb:node-a.r1"]] * 2
+    shutil.rmtree(store / "lmdb")
+    third = launcher.start(store)
+    assert third.wait() == [0, 0]
+    check_against(reference, third)
+    assert third.every("restored", "tiers") == [["zarr"]] * 2
+    assert third.every("final", "digest") == [known[STEPS][0] for known in reference]
+    assert third.every("stored", "mismatch") == ["", ""]
+    assert revisions(store)[-1].redundancy is not None
+
+
+def test_off_keeps_all_that_each_rank_has(tmp_path, trained):
+    """Nobody looks, and every part is whole."""
+    launcher, reference = trained
+    store = tmp_path / "store"
+    off = {rank: {"redundancy": "off"} for rank in (0, 1)}
+    attempt = launcher.start(store, given=off, before_attach=count_exchanges)
+    assert attempt.wait() == [0, 0]
+    check_against(reference, attempt)
+    assert [manifest.redundancy for manifest in revisions(store)] == [None]
+    assert attempt.every("stored", "exchanged") == [[], []]
+    assert attempt.every("stored", "redundancy") == ["off", "off"]
+    sizes = kept(store, STEPS)
+    assert sizes["p000000"] == sizes["p000001"]
+    after = launcher.start(store, inspect=True)
+    assert after.wait() == [0, 0]
+    check_against(reference, after)
+    assert after.every("restored") == [STEPS, STEPS]
+
+
+def die_in_the_exchange(rank: int) -> None:
+    """Rank 1 dies when it has looked, and is to tell what it saw."""
+    from adacheck_store.trainer_hooks.ranks import StoreGroup
+
+    if rank == 1:
+        StoreGroup.exchange = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_rank_that_dies_while_ranks_compare(tmp_path):
+    """The other notices in time, says so, and writes on all that it has; a restart shares."""
+    launcher = Launcher(tmp_path, "plain", 2)
+    reference = launcher.reference()
+    store = tmp_path / "store"
+    first = launcher.start(store, before_attach=die_in_the_exchange, silent_s=1.0)
+    assert first.wait()[1] == -signal.SIGKILL
+    (told,) = [row for row in first.rows(0) if "stored" in row]
+    assert "rank 1 of 2 gave no sign of life" in told["redundancy"]
+    assert [manifest.redundancy for manifest in revisions(store)] == [None]
+    assert (told["stored"], told["error"]) == (STEPS, "")
+    assert len(kept(store, STEPS)["p000000"]) == 11
+    second = launcher.start(store)
+    assert second.wait() == [0, 0]
+    check_against(reference, second)
+    (step,) = set(second.every("restored"))
+    assert step < FOUND_AT
+    assert second.every("stored", "error") == ["", ""]
+    assert revisions(store)[-1].redundancy is not None
+
+
+def test_a_bit_that_flips_is_named_and_kept(tmp_path):
+    """One rank's weight is no copy any more: which, since when; from then on it is kept apart."""
+    launcher = Launcher(tmp_path, "flip", 3)
+    reference = launcher.reference()
+    store = tmp_path / "store"
+    first = launcher.start(store, pause_s=0.02)
+    first.until(14)
+    first.kill(0)
+    check_against(reference, first)
+    before, after = revisions(store)[1:]
+    owner = next(
+        entry.owner for entry, part in zip(before.parts, before.redundancy.parts, strict=True)
+        if FLIPPED in {before.redundancy.names[name] for name, _ in part.pairs()}
+    )  # fmt: skip
+    assert owner != 1
+    assert (before.step, after.step) == (FOUND_AT, 12)
+    assert before.redundancy.agreed == FOUND_AT <= after.redundancy.agreed < FLIPPED_AT
+    assert summary(after)["unproven"] == {"differed from its copies at step 12": [FLIPPED]}
+    second = launcher.start(store, inspect=True)
+    assert second.wait() == [0, 0, 0]
+    check_against(reference, second)
+    assert min(second.every("restored")) >= 12
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "shared"),
+    [("hsdp", 4, "12 of 12"), ("tp", 2, "5 of 11")],
+)
+def test_other_ways_to_train_in_parallel(tmp_path, kind, ranks, shared):
+    """Each gradient is kept once, whoever has which piece; after a kill all goes on exactly."""
+    launcher = Launcher(tmp_path, kind, ranks)
+    reference = launcher.reference()
+    store = tmp_path / "store"
+    first = launcher.start(store, pause_s=0.02)
+    first.until(10)
+    first.kill(ranks - 1)
+    check_against(reference, first)
+    second = launcher.start(store)
+    assert second.wait() == [0] * ranks
+    check_against(reference, second)
+    assert min(second.every("restored")) >= 8
+    assert second.every("final", "digest") == [known[STEPS][0] for known in reference]
+    for text in second.every("stored", "redundancy"):
+        assert f"{shared} states have copies on several ranks" in text
+    sizes = kept(store, STEPS)
+    whole = build("plain" if kind == "tp" else "whole", 0, 1)[0]  # a LayerNorm has as much
+    frozen = {"fsdp": 1, "hsdp": 1}.get(kind, 0)  # the last bias
+    elements = sum(p.numel() for p in whole.parameters()) - frozen
+    assert sum(sum(part.values()) for part in sizes.values()) == 4 * elements
+    revisions(store)
+
+
+def test_where_nothing_is_on_two_ranks_nothing_changes(tmp_path):
+    """FSDP2: the revision says so, no base comes with it, and every chain goes on."""
+    launcher = Launcher(tmp_path, "fsdp", 2)
+    reference = launcher.reference()
+    store = tmp_path / "store"
+    attempt = launcher.start(store, given=KEPT)
+    assert attempt.wait() == [0, 0]
+    check_against(reference, attempt)
+    first, found = revisions(store)
+    assert [part.layout for part in first.parts] == [part.layout for part in found.parts]
+    assert set(kept(store, FOUND_AT)) == {"p000000", "p000001"}
+    for text in attempt.every("stored", "redundancy"):
+        assert ", 0 of " in text
