@@ -1,7 +1,9 @@
 """The budget: memory that is never exceeded, and a reserve in it for every chain.
 
 A part has room for its base and the deltas that the flow of training can need at once; one more
-base may come in at a time. What no reserve claims is anybody's.
+base may come in at a time. What no reserve claims is anybody's. The room of the incoming base is
+how all else is freed, by a fold or by a captured base: neither deltas beyond their reserve take it,
+nor a captured base that nothing could settle.
 """
 
 from __future__ import annotations
@@ -40,12 +42,20 @@ def memory_for(room: int) -> int:
 
 @dataclass(slots=True)
 class _Account:
-    """A chain's reserve and use, in bytes: bases and the rest; use has what was admitted."""
+    """A chain's reserve and use, in bytes: bases and the rest; use has what was admitted.
+
+    ``one``: the delta or extra that the reserve has been made of.
+    """
 
     base: int = 0
     rest: int = 0
+    one: int = 0
     used_base: int = 0
     used_rest: int = 0
+
+    def within(self, more: bool) -> bool:
+        """True if deltas or extras are within their reserve, or leave room in it for one more."""
+        return self.used_rest + (self.one if more else 0) <= self.rest
 
 
 class Budget:
@@ -67,14 +77,17 @@ class Budget:
         self._shares.remove(share)
         self.used -= sum(each.used_base + each.used_rest for each in share.accounts.values())
 
-    def missing(self) -> int:
-        """Bytes by which use, what is reserved and unused, and one incoming base exceed it all."""
+    def missing(self, beside: bool = False) -> int:
+        """Bytes by which use, what is reserved and unused, and one incoming base exceed it all.
+
+        ``beside``: one more than may have come in already.
+        """
         kept = incoming = over = 0
         for each in self._accounts():
             kept += max(0, each.base - each.used_base) + max(0, each.rest - each.used_rest)
             incoming = max(incoming, each.base)
             over += max(0, each.used_base - each.base)
-        return self.used + kept + max(0, incoming - over) - self.total
+        return self.used + kept + max(0, incoming - (0 if beside else over)) - self.total
 
     def reserved(self) -> int:
         """Bytes of all reserves, with one incoming base."""
@@ -100,21 +113,41 @@ class Share:
         Returns the bytes by which all reserves exceed the budget; if there are any, nothing has
         changed.
         """
-        before = {name: (each.base, each.rest) for name, each in self.accounts.items()}
+        before = {name: (each.base, each.rest, each.one) for name, each in self.accounts.items()}
         deltas = window + BEYOND_WINDOW
-        self._set({name: (base, deltas * rest) for name, (base, rest) in chains.items()})
+        self._set({name: (base, deltas * rest, rest) for name, (base, rest) in chains.items()})
         missing = self.budget.reserved() - self.budget.total
         if missing > 0:
             self._set(before)
         return max(0, missing)
 
-    def admit(self, chain: str, base: int, rest: int) -> bool:
-        """Take so many bytes for a chain, if what is reserved and unused leaves them."""
-        self.charge(chain, base, rest)
+    def admit(self, sizes: Mapping[str, tuple[int, int]]) -> bool:
+        """Take bytes of bases and others for each chain, if what others have reserved leaves them.
+
+        With a base comes the duty to keep room for what settles it. What has that room in the
+        reserve may take the room of the incoming base; other records leave it.
+        """
+        for chain, (base, rest) in sizes.items():
+            self.charge(chain, base, rest)
+        bases = any(base for base, _ in sizes.values())
+        within = all(self._account(chain).within(bases) for chain in sizes)
+        if self.budget.missing(beside=not within) <= 0:
+            return True
+        self.give_back(sizes)
+        return False
+
+    def admit_fold(self, chain: str, base: int) -> bool:
+        """Take the bytes of a base that a fold makes: it frees what it is made of."""
+        self.charge(chain, base, 0)
         if self.budget.missing() <= 0:
             return True
-        self.charge(chain, -base, -rest)
+        self.charge(chain, -base, 0)
         return False
+
+    def give_back(self, sizes: Mapping[str, tuple[int, int]]) -> None:
+        """What was admitted is not there, or no longer."""
+        for chain, (base, rest) in sizes.items():
+            self.charge(chain, -base, -rest)
 
     def charge(self, chain: str, base: int, rest: int) -> None:
         """Count bytes that are in use (negative: no longer), whatever is reserved."""
@@ -123,10 +156,10 @@ class Share:
         account.used_rest += rest
         self.budget.used += base + rest
 
-    def _set(self, reserves: Mapping[str, tuple[int, int]]) -> None:
+    def _set(self, reserves: Mapping[str, tuple[int, int, int]]) -> None:
         for name in {*self.accounts, *reserves}:
             account = self._account(name)
-            account.base, account.rest = reserves.get(name, (0, 0))
+            account.base, account.rest, account.one = reserves.get(name, (0, 0, 0))
 
     def _account(self, chain: str) -> _Account:
         found = self.accounts.get(chain)

@@ -7,7 +7,7 @@ admitted, who is acknowledged, what peers lack, what is to be drained.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,7 +68,7 @@ class AgentCore:
             settings.places, settings.base_every, settings.object_lag, settings.object_lag_s
         )
         self._offers: list[tuple[float, ev.Offered]] = []
-        self._taken: dict[str, list[tuple[str, int, int]]] = {}
+        self._taken: dict[str, Mapping[str, tuple[int, int]]] = {}
         self._folding = ""
         self._wrong: dict[str, int] = {}
         self._lmdb_full_until = 0.0
@@ -93,11 +93,12 @@ class AgentCore:
 
     def handle(self, event: Event, now: float) -> list[Command]:
         """Take note of an event; what is to be done now."""
-        out = list(self._handlers[type(event)](event, now))
         view = self.view
+        out = list(self._handlers[type(event)](event, now))
         if view.opened is None:
             return out
-        view.advance()
+        view.freeze(self.lease.frozen(now))
+        view.advance(now)
         out += self._sweep(now)
         if self._offers or self._pressed:
             out += self._admissions(now)
@@ -174,26 +175,20 @@ class AgentCore:
 
     def _room(self, offer: ev.Offered, now: float) -> int:
         """The place an offer may be put into, its bytes taken; 0 if it must wait."""
-        sizes: dict[str, list[int]] = {}
+        sizes: dict[str, tuple[int, int]] = {}
         for ref in offer.refs:
             if not self.view.replica(ref.part).places.get(ref.key, 0) & RAM:
-                size = sizes.setdefault(ref.part, [0, 0])
-                size[ref.kind != "base"] += ref.nbytes
-        if not self._must_fold_first(sizes):
-            taken: list[tuple[str, int, int]] = []
-            for chain, (base, rest) in sizes.items():
-                if not self.share.admit(chain, base, rest):
-                    break
-                taken.append((chain, base, rest))
-            else:
-                self._taken[offer.token] = taken
-                return RAM
-            self._give_back(taken)
+                base, rest = sizes.get(ref.part, (0, 0))
+                more = (ref.nbytes, 0) if ref.kind == "base" else (0, ref.nbytes)
+                sizes[ref.part] = base + more[0], rest + more[1]
+        if not self._must_fold_first(sizes, now) and self.share.admit(sizes):
+            self._taken[offer.token] = sizes
+            return RAM
         return LMDB if self._lmdb(now) else 0
 
-    def _must_fold_first(self, sizes: dict[str, list[int]]) -> bool:
+    def _must_fold_first(self, sizes: Mapping[str, tuple[int, int]], now: float) -> bool:
         """True if a base would take the room that the next fold needs, and there is no other."""
-        return not self.settings.places & LMDB and any(
+        return not self._lmdb(now) and any(
             part.name in sizes and sizes[part.name][0] and self._plan(part) is not None
             for part in self.view.parts()
         )
@@ -201,12 +196,8 @@ class AgentCore:
     def _lmdb(self, now: float) -> bool:
         return bool(self.settings.places & LMDB) and now >= self._lmdb_full_until
 
-    def _give_back(self, taken: Iterable[tuple[str, int, int]]) -> None:
-        for chain, base, rest in taken:
-            self.share.charge(chain, -base, -rest)
-
     def _stored(self, event: ev.Stored, now: float) -> Iterable[Command]:
-        self._give_back(self._taken.pop(event.token, ()))
+        self.share.give_back(self._taken.pop(event.token, {}))
         if event.token and event.token == self._folding:
             self._folding = ""
         for ref in event.refs:
@@ -230,7 +221,7 @@ class AgentCore:
         self.share.charge(ref.part, *((size, 0) if ref.kind == "base" else (0, size)))
 
     def _failed(self, event: ev.Failed, now: float) -> Iterable[Command]:
-        self._give_back(self._taken.pop(event.token, ()))
+        self.share.give_back(self._taken.pop(event.token, {}))
         if event.full:
             self._lmdb_full_until = now + FULL_S
         if event.token == self._folding:
@@ -243,6 +234,8 @@ class AgentCore:
 
     def _drained(self, event: ev.Drained, now: float) -> Iterable[Command]:
         self.drains.done(event.place, event.keys, now)
+        if event.place == LMDB and (event.full or event.keys):
+            self._lmdb_full_until = now + FULL_S if event.full else now
         for replica in self.view.replicas.values():
             for key in event.keys:
                 if key in replica.refs:
@@ -323,8 +316,8 @@ class AgentCore:
             self._serial += 1
             token = f"{part.name}/{self._serial}"
             size = plan.base.nbytes
-            if self.share.admit(part.name, size, 0):
-                self._taken[token] = [(part.name, size, 0)]
+            if self.share.admit_fold(part.name, size):
+                self._taken[token] = {part.name: (size, 0)}
                 place = RAM
             elif self._lmdb(now) and not self.drains.backlog(LMDB, now).records:
                 place = LMDB  # no drain will make room

@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING
 
 from adacheck_store.drain import copy_records, in_batches
-from adacheck_store.format.errors import FormatError, RecordNotFoundError
+from adacheck_store.format.errors import FormatError, RecordNotFoundError, TierFullError
 
 from . import events as ev
 from .door import copy_documents
@@ -54,7 +54,7 @@ class Drainer:
             shell.prunes.want()
 
     def _failed(self, command: ev.Drain, error: Exception) -> None:
-        self._shell.tell(ev.Drained(self._place, ()))
+        self._shell.tell(ev.Drained(self._place, (), full=isinstance(error, TierFullError)))
 
     def _copy(self, uppers: list, batch: list[str]) -> int:  # type: ignore[type-arg]
         """Copy a batch; of records that are gone or damaged here, say so and pass them over."""

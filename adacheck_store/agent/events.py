@@ -108,10 +108,14 @@ class Missed:
 
 @dataclass(frozen=True, slots=True)
 class Drained:
-    """Records are synced in a lower place; those missing from ``keys`` are to be tried again."""
+    """Records are synced in a lower place; those missing from ``keys`` are to be tried again.
+
+    ``full``: that place has no room.
+    """
 
     place: int
     keys: tuple[str, ...]
+    full: bool = False
 
 
 @dataclass(frozen=True, slots=True)

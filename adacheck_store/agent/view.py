@@ -39,7 +39,9 @@ class Peer:
 class View:
     """One run as an agent knows it: ``term`` is the newest it was told of, empty if none.
 
-    ``version`` grows with every change of what is held here.
+    ``agreed`` is the newest watermark that was found with k+1 holders of every chain.
+    ``version`` grows with every change of what is held here. ``frozen``, while a restore is
+    planned, has what was settled here of each chain when that began.
     """
 
     def __init__(self, node: str, boot: str) -> None:
@@ -51,16 +53,17 @@ class View:
         self.seats: dict[str, Seat] = {}
         self.replicas: dict[str, Replica] = {}
         self.peers: dict[str, Peer] = {}
-        self.watermark = -1
+        self.watermark = self.agreed = -1
         self.version = 0
         self.refused: frozenset[str] = frozenset()
+        self.frozen: dict[str, int] | None = None
         self._heard = 0
         self._advanced = (-1, -1)
 
     def open(self, opened: Opened, now: float) -> None:
         """A term begins, or one known has another revision. Its watermark is not known yet."""
         if opened.term != self.term:
-            self.seats, self.watermark = dict(opened.seats), -1
+            self.seats, self.watermark, self.agreed = dict(opened.seats), -1, -1
         elif self.opened is not None:  # whoever says it again may know fewer revisions
             known = {**self.opened.manifests, **opened.manifests}
             opened = replace(opened, manifests=known)
@@ -104,7 +107,7 @@ class View:
     def hear(self, report: Report, now: float) -> None:
         """A peer has answered. Its seats count where they are newer, and so does its watermark.
 
-        That is a fact about all holders, whoever has seen it first.
+        That was found with k+1 holders of every chain: a fact about them all, whoever has seen it.
         """
         peer = self.peers.get(report.node)
         if peer is None:
@@ -118,7 +121,8 @@ class View:
             peer.missed, peer.tried = False, -1
         peer.report, peer.heard_at, peer.busy = report, now, False
         if report.term == self.term:
-            self.watermark = max(self.watermark, report.watermark)
+            self.agreed = max(self.agreed, report.watermark)
+            self.watermark = max(self.watermark, self.agreed)
             for chain, seat in report.seats.items():
                 known = self.seats.get(chain)
                 own = seat.holders[:1] == (report.node,)  # of equals the own node's word counts
@@ -166,11 +170,26 @@ class View:
         """What a node has last said of a chain, in this term."""
         if name == self.node:
             replica = self.replicas.get(chain)
-            return replica.mark() if replica else NOTHING
+            found = replica.mark() if replica else NOTHING
+            if self.frozen is None:
+                return found
+            return replace(found, settled=min(found.settled, self.frozen.get(chain, -1)))
         peer = self.peers.get(name)
         if peer is None or peer.report is None or peer.report.term != self.term:
             return NOTHING
         return peer.report.marks.get(chain, NOTHING)
+
+    def freeze(self, frozen: bool) -> None:
+        """Settle nothing more while a restore is planned from what is here, or go on.
+
+        So no watermark passes, at any agent, what a planner has read here: what it reads elsewhere
+        later still has the steps that it saw here.
+        """
+        if frozen != (self.frozen is not None):
+            marks = {chain: replica.mark() for chain, replica in self.replicas.items()}
+            now = {chain: mark.settled for chain, mark in marks.items()}
+            self.frozen = now if frozen else None
+            self.version += 1
 
     def boot_of(self, name: str) -> str:
         """The start of a node's agent that its mark is of."""
@@ -181,26 +200,43 @@ class View:
         """What this agent says of itself."""
         return Report(
             node=self.node, boot=self.boot, term=self.term, seats=dict(self.seats),
-            marks={chain: replica.mark() for chain, replica in self.replicas.items()},
-            watermark=self.watermark, refused=self.refused,
+            marks={chain: self.mark(self.node, chain) for chain in self.replicas},
+            watermark=self.agreed, refused=self.refused,
         )  # fmt: skip
 
-    def advance(self) -> None:
+    def advance(self, now: float) -> None:
         """Move the watermark to what all holders have said; it never goes back within a term.
 
         Every holder counts, the dead with what they said last: what nobody else needs, a holder
-        that comes back may.
+        that comes back may. Others are told of it only where each chain has k+1 holders.
         """
         state = (self.version, self._heard)
-        if state == self._advanced:
+        if state == self._advanced or self.opened is None:
             return
         self._advanced = state
-        known = self.watermark
+        known, whole = self.watermark, True
         chains: list[list[Mark]] = []
         for chain, seat in self.seats.items():
             marks = [self.mark(name, chain) for name in seat.holders]
+            if len(seat.holders) <= self.opened.k:
+                whole = False
+                marks += self._unseated(chain, seat, now)
             for mark in marks:
                 if mark.settled <= known:
                     return
             chains.append(marks)
-        self.watermark = max(known, newest_common(chains))
+        found = newest_common(chains)
+        if found > known:
+            self.watermark = found
+            self.agreed = found if whole else self.agreed
+
+    def _unseated(self, chain: str, seat: Seat, now: float) -> list[Mark]:
+        """Marks of live nodes that hold a chain and have lost their seats.
+
+        They are about to have them back, and until then may be all that is left of the chain.
+        """
+        marks = [
+            self.mark(name, chain) for name in (self.node, *self.peers)
+            if name not in seat.holders and self.live(name, now) and not self.no_room(name, chain)
+        ]  # fmt: skip
+        return [mark for mark in marks if mark.spans]

@@ -159,15 +159,43 @@ def test_runs_share_a_budget_and_keep_their_reserves() -> None:
     assert one.reserve({P: (100, 10), R: (0, 1)}, 2) == 0  # 155, and 100 for a base to come in
     assert other.reserve({P: (300, 50)}, 2) == 5  # 550, of 545 left beside an incoming 300
     assert other.reserve({P: (300, 40)}, 2) == 0
-    assert not other.admit(P, 301, 346)  # its reserve and what nobody has, less one base of 300
-    assert other.admit(P, 300, 245)
-    assert not other.admit(P, 0, 1)
-    assert one.admit(P, 100, 50)
-    assert other.admit(P, 300, 0)  # the incoming one
-    assert not one.admit(P, 1, 0)
+    assert not other.admit({P: (301, 346)})  # its reserve and what nobody has, less a base of 300
+    assert other.admit({P: (300, 245)})
+    assert not other.admit({P: (0, 1)})
+    assert one.admit({P: (100, 50)})
+    assert not other.admit({P: (300, 0)})  # its deltas have more than their reserve
+    assert other.admit_fold(P, 300)  # the incoming one
+    assert not one.admit({P: (1, 0)})
     assert (budget.used, budget.missing()) == (995, 0)
     budget.give_up(other)
-    assert (budget.used, one.admit(P, 100, 0)) == (150, True)
+    assert (budget.used, one.admit({P: (100, 0)})) == (150, True)
+
+
+def test_a_captured_base_comes_in_if_a_delta_can_follow() -> None:
+    budget = Budget(2 * 100 + 5 * 11 + 9)
+    share = budget.share()
+    assert share.reserve({P: (100, 10), R: (0, 1)}, 2) == 0
+    assert share.admit({P: (100, 0), R: (0, 1)})
+    assert share.admit({P: (0, 41), R: (0, 2)})
+    assert not share.admit({P: (100, 0), R: (0, 1)})
+    share.give_back({P: (0, 1)})
+    assert share.admit({P: (100, 0), R: (0, 1)})
+    assert share.admit({P: (0, 10)})
+    assert not share.admit({P: (0, 1)})
+
+
+def test_a_watermark_of_fewer_holders_is_not_told() -> None:
+    """What one node finds without a holder that it cannot hear is no fact for those that can."""
+    agent = core()
+    put(agent, ref("base", 0), ref("extra", 0))
+    put(agent, ref("delta", 1), ref("extra", 1))
+    agent.handle(report("b", ((0, 0),)), 0.1)
+    assert (agent.view.watermark, agent.view.report().watermark) == (0, 0)
+    put(agent, ref("delta", 2), ref("extra", 2), now=40.0)
+    agent.handle(ev.Tick(), 40.0)
+    agent.handle(ev.Tick(), 40.5)
+    assert agent.view.seats[P].holders == ("a",)
+    assert (agent.view.watermark, agent.view.report().watermark) == (1, 0)
 
 
 def test_without_room_an_offer_waits_and_is_then_refused() -> None:

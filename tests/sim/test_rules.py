@@ -13,6 +13,7 @@ import pytest
 
 from adacheck_store.agent import acks, core, replica, view
 from adacheck_store.agent import events as ev
+from adacheck_store.agent.budget import _Account
 from adacheck_store.agent.leases import Lease
 from adacheck_store.agent.marks import NOTHING, Mark
 from adacheck_store.agent.replica import FAR, LMDB, ExtraReplica, PartReplica
@@ -20,6 +21,7 @@ from adacheck_store.agent.view import View
 from adacheck_store.catalog import RecordRef
 from adacheck_store.proof import Proof, Segment
 from adacheck_store.retention import choose_floor
+from tests.sim import trainers
 from tests.sim.histories import Fault, Plan, build, make_plan, run
 from tests.sim.truth import Violation
 
@@ -141,23 +143,14 @@ def test_a_mark_is_of_its_term(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_part_exposed_while_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """A holder that is silent still counts for the watermark: it may be all that is left."""
 
-    def advance(self: View) -> None:
+    def advance(self: View, now: float) -> None:
         chains = [
-            [self.mark(name, chain) for name in seat.holders if self.live(name, self._now)]
+            [self.mark(name, chain) for name in seat.holders if self.live(name, now)]
             for chain, seat in self.seats.items()
         ]
         self.watermark = max(self.watermark, view.newest_common(filter(None, chains)))
 
-    real = core.AgentCore.handle
-
-    def handle(self: core.AgentCore, event: ev.Event, now: float) -> list[ev.Command]:
-        self.view._now = now
-        return real(self, event, now)
-
-    def off(patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(View, "advance", advance)
-        patch.setattr(core.AgentCore, "handle", handle)
-
+    off = lambda patch: patch.setattr(View, "advance", advance)  # noqa: E731
     away = Fault(1.5, "pause", 1, 12.0)  # a spare node: its trainers would stop with it
     plans = directed((0, 2), (away,), step_s=0.4, steps=12, probes=(6.0, 7.0, 8.0, 9.0))
     breaks(plans, off, monkeypatch, "was acknowledged by")
@@ -189,7 +182,7 @@ def test_one_holder_times_out_on_one_rank_only(monkeypatch: pytest.MonkeyPatch) 
 def test_the_watermark_is_of_all_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """What all holders of a part have may still be ahead of another part."""
 
-    def advance(self: View) -> None:
+    def advance(self: View, now: float) -> None:
         marks = [found.mark().settled for name, found in self.replicas.items() if self.holds(name)]
         self.watermark = max(self.watermark, min(marks, default=-1))
 
@@ -208,6 +201,25 @@ def test_extras_count_too(monkeypatch: pytest.MonkeyPatch) -> None:
     breaks(of_kind("lose node", "kill agent"), off, monkeypatch, "was acknowledged by")
 
 
+def cut_off_and_back() -> list[Plan]:
+    """A node with a trainer hears nobody until it gives all others' seats up, and then all."""
+    probes = tuple(round(7.9 + 0.03 * i, 2) for i in range(40))
+    return directed(
+        (0, 2), (Fault(2.0, "pause", 0, 6.0),), step_s=0.4, steps=30, away_s=4.0, probes=probes
+    )  # fmt: skip
+
+
+def test_a_holder_that_has_lost_its_seat_may_be_all_that_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A node cut off goes on alone. When it is heard again the others must not follow at once:
+
+    what it alone can produce is gone if it dies before the holder that is back has that too.
+    """
+    off = lambda patch: patch.setattr(View, "_unseated", lambda *_: [])  # noqa: E731
+    breaks(cut_off_and_back(), off, monkeypatch, "was acknowledged by")
+
+
 # Leases and terms --------------------------------------------------------------------------------
 
 
@@ -215,6 +227,16 @@ def test_catalog_while_folding(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a planner has seen stays until it has read it."""
     off = lambda patch: patch.setattr(Lease, "frozen", lambda self, now: False)  # noqa: E731
     breaks(of_kind("zombie", "slow plan", "zombie"), off, monkeypatch, "has dropped it")
+
+
+def test_agents_are_read_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A zombie trains on while agents are read: what the first has said must not lag behind.
+
+    Else the plan is of a step that those read later have folded over, and one node alone has it.
+    """
+    off = lambda patch: patch.setattr(View, "freeze", lambda self, frozen: None)  # noqa: E731
+    for seed in (226927, 392906):
+        breaks([make_plan(seed)], off, monkeypatch, "was acknowledged by")
 
 
 def _unfenced_puts(patch: pytest.MonkeyPatch) -> None:
@@ -250,6 +272,39 @@ def test_a_zombie_stops(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_zombie_is_not_acknowledged(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sync that waits when a newer term begins is not about that term's steps."""
     breaks(of_kind("zombie", "cut holders"), _unfenced_syncs, monkeypatch, "its term is past")
+
+
+# The budget --------------------------------------------------------------------------------------
+
+
+def behind(pause: float, patch: pytest.MonkeyPatch) -> int:
+    """Steps that are not saved when a holder is back for long that has stood still for a while.
+
+    The trainer's disk is full, memory no more than what is reserved; puts are not given up sooner
+    than the agent refuses them.
+    """
+    patch.setattr(trainers, "PUT_S", core.HOLD_S + 5.0)
+    plan = dataclasses.replace(
+        make_plan(0), nodes=2, homes=(0,), k=1, window=2, fold_every=1, places=LMDB, slack=0.0,
+        steps=10**6, step_s=0.1, away_s=90.0, faults=(), probes=(),
+    )  # fmt: skip
+    world = build(plan)
+    world.agents["n0"].disk_fails = True
+    world.run(lambda: False, 3.5)
+    world.agents["n1"].busy_until = world.now + pause
+    world.run(lambda: False, 90.0)
+    (rank,) = world.job.ranks
+    return rank.step - rank.acked
+
+
+def test_the_base_that_closes_a_gap_leaves_room_for_what_settles_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It takes the room in which a fold frees all else, so the next delta must find its own."""
+    pauses = (6.0, 13.0, 20.0, 25.0, 31.0)
+    assert max(behind(pause, monkeypatch) for pause in pauses) <= 3
+    monkeypatch.setattr(_Account, "within", lambda self, more: True)
+    assert max(behind(pause, monkeypatch) for pause in pauses) > 100
 
 
 # Floors ----------------------------------------------------------------------------------------

@@ -240,14 +240,15 @@ class Agent:
         if not self.alive or boot != self.boot:
             return
         done: list[str] = []
-        if not (self.disk_fails and command.place == LMDB):
+        full = self.disk_fails and command.place == LMDB
+        if not full:
             target = self.lmdb if command.place == LMDB else self.world.far
             for key in command.keys:
                 ref = self.ram.get(key) or self.lmdb.get(key)
                 if ref is not None:
                     target[key] = ref
                 done.append(key)
-        self.tell(ev.Drained(command.place, tuple(done)))
+        self.tell(ev.Drained(command.place, tuple(done), full))
 
     def _prune(self, command: ev.Prune) -> None:
         """Of each own part the last two bases up to the watermark, and what follows, stay."""
