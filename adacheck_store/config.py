@@ -157,14 +157,24 @@ def memory_available() -> int:
     return 4 << 30
 
 
-def memory_resident() -> int:
-    """Bytes that this process has in memory and no file stands for (Linux; else 0)."""
+def memory_resident(pid: int | None = None) -> int:
+    """Bytes that a process (this one) has in memory and no named file stands for (Linux; else 0).
+
+    The records of an agent lie in a file without a name, which the process has not mapped.
+    """
+    process = Path("/proc") / str(pid or "self")
     found = 0
     with suppress(OSError, ValueError, IndexError):
-        for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        for line in (process / "status").read_text(encoding="ascii").splitlines():
             name, _, rest = line.partition(":")
             if name in ("RssAnon", "RssShmem"):
                 found += int(rest.split()[0]) << 10
+        files = {}
+        for link in (process / "fd").iterdir():
+            with suppress(OSError):  # closed since
+                if os.readlink(link).startswith("/memfd:"):
+                    files[link.stat().st_ino] = link.stat().st_blocks
+        found += 512 * sum(files.values())
     return found
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-import numpy as np
 import torch
 
 from adacheck_store.format.dtypes import item_bytes
@@ -22,6 +21,7 @@ from adacheck_store.format.head import ArrayInfo, Head, SealedHead
 from adacheck_store.format.ids import BLOCK_BYTES, block_count
 from adacheck_store.format.record import block_nbytes, verify_block
 from adacheck_store.tiers.base import Tier
+from adacheck_store.tiers.transfer import copy_into
 
 from .arrays import byte_tensor, torch_dtype
 from .catalog import RecordRef
@@ -43,7 +43,7 @@ class Fetcher:
 
     Of a damaged record the blocks that verify are taken, the others from the next tier; a tier
     that does not answer for a record is not asked for it again. Counts blocks verified and
-    which tiers gave bytes. Not thread-safe.
+    which tiers gave bytes. Any thread may call any method.
     """
 
     def __init__(self, tiers: Sequence[Tier]) -> None:
@@ -53,6 +53,7 @@ class Fetcher:
         self.blocks_verified = 0
         self.bytes_read = 0
         self.used: dict[str, int] = {}
+        self._lock = threading.Lock()
 
     def _candidates(self, ref: RecordRef) -> list[str]:
         held = [name for name in self._tiers if name in ref.tiers]  # a plan is made elsewhere
@@ -82,10 +83,34 @@ class Fetcher:
 
     def read(self, ref: RecordRef, info: ArrayInfo, first: int, count: int) -> memoryview:
         """Verified bytes of ``count`` blocks from ``first``; raises `BlocksLostError`."""
+
+        def get(tier: Tier, index: int, number: int) -> memoryview:
+            return memoryview(tier.read(ref.key, info.name, index, number))
+
+        return self._verified(ref, info, first, count, get)
+
+    def read_into(
+        self, ref: RecordRef, info: ArrayInfo, first: int, count: int, out: memoryview
+    ) -> None:
+        """The same into ``out``, as long as the blocks are."""
+
+        def get(tier: Tier, index: int, number: int) -> memoryview:
+            at = (index - first) * BLOCK_BYTES
+            view = out[at : at + number * BLOCK_BYTES]
+            tier.read_into(ref.key, info.name, index, number, view)
+            return view
+
+        self._verified(ref, info, first, count, get)
+
+    def _verified(
+        self, ref: RecordRef, info: ArrayInfo, first: int, count: int,
+        get: Callable[[Tier, int, int], memoryview],
+    ) -> memoryview:  # fmt: skip
+        """What ``get`` gives of a run of blocks, from the first tier that has it right."""
         damaged = False
         for name in self._candidates(ref):
             try:
-                data = memoryview(self._tiers[name].read(ref.key, info.name, first, count))
+                data = get(self._tiers[name], first, count)
                 at = 0
                 for index in range(first, first + count):
                     size = block_nbytes(info, index)
@@ -98,25 +123,30 @@ class Fetcher:
             except AdaCheckError as error:
                 self._fail(ref, name, error)
                 continue
-            self.blocks_verified += count
-            self.bytes_read += len(data)
-            self.used[name] = self.used.get(name, 0) + len(data)
+            with self._lock:
+                self.blocks_verified += count
+                self.bytes_read += len(data)
+                self.used[name] = self.used.get(name, 0) + len(data)
             return data
         if damaged and count > 1:  # no tier has them all right: each from whichever has it
-            singly = [self.read(ref, info, index, 1) for index in range(first, first + count)]
+            indexes = range(first, first + count)
+            singly = [self._verified(ref, info, index, 1, get) for index in indexes]
             return memoryview(b"".join(singly))
         raise self._lost(ref)
 
 
 class ArrayReader:
-    """Reads element ranges of a record's arrays through a small cache of blocks."""
+    """Reads element ranges of a record's arrays through a small cache of blocks.
+
+    Any thread may call any method.
+    """
 
     def __init__(self, fetcher: Fetcher, ref: RecordRef, sealed: SealedHead | None = None) -> None:
         self.ref = ref
         self.sealed = sealed or fetcher.head(ref)
         self._fetcher = fetcher
         self._arrays = {info.name: info for info in self.sealed.head.arrays}
-        self._cache: OrderedDict[tuple[str, int], memoryview] = OrderedDict()
+        self._cache: dict[str, tuple[int, memoryview]] = {}
 
     @property
     def head(self) -> Head:
@@ -147,36 +177,26 @@ class ArrayReader:
                 f"array {array} has no bytes {begin}..{end}", key=self.ref.key,
                 **self.head.place(),
             )  # fmt: skip
-        first, last = begin // BLOCK_BYTES, block_count(end)
-        index = first
-        while index < last:
-            block = self._cached(array, index)
+        whole = info.nbytes if end == info.nbytes else end - end % BLOCK_BYTES
+        index = begin // BLOCK_BYTES
+        while (at := index * BLOCK_BYTES) < end:
             count = 1
-            if block is None:
-                while index + count < last and (array, index + count) not in self._cache:
-                    count += 1
-                block = self._fetcher.read(self.ref, info, index, count)
-                self._remember(array, index + count - 1, block, end)
-            at = index * BLOCK_BYTES
-            low, high = max(begin, at), min(end, at + len(block))
-            target[low - begin : high - begin] = np.frombuffer(
-                block, dtype=np.uint8, offset=low - at, count=high - low
-            )
+            if at >= begin and at < whole:  # straight to where it is wanted
+                count = block_count(whole - at)
+                out_at = target[at - begin : min(whole, at + count * BLOCK_BYTES) - begin]
+                self._fetcher.read_into(self.ref, info, index, count, out_at.data)
+            else:
+                block = self._edge(info, index)
+                low, high = max(begin, at), min(end, at + len(block))
+                copy_into(target.data, low - begin, block[low - at : high - at])
             index += count
 
-    def _cached(self, array: str, index: int) -> memoryview | None:
-        return self._cache.get((array, index))
-
-    def _remember(self, array: str, index: int, data: memoryview, end: int) -> None:
-        """Keep the last block of a run, ``index``, if the next window begins inside it.
-
-        Alone: a fold has a reader for each delta, and a view would keep the run with it.
-        """
-        for key in [key for key in self._cache if key[0] == array]:
-            del self._cache[key]
-        if end < min((index + 1) * BLOCK_BYTES, self.head.array(array).nbytes):
-            at = (len(data) - 1) // BLOCK_BYTES * BLOCK_BYTES
-            self._cache[array, index] = data if not at else memoryview(bytes(data[at:]))
+    def _edge(self, info: ArrayInfo, index: int) -> memoryview:
+        """A block of which a window wants a part; the next window begins inside the last one."""
+        kept = self._cache.get(info.name)
+        if kept is None or kept[0] != index:
+            kept = self._cache[info.name] = index, self._fetcher.read(self.ref, info, index, 1)
+        return kept[1]
 
 
 @contextmanager

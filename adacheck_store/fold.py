@@ -7,6 +7,7 @@ fingerprint a delta carries is checked when the fold passes it.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -21,22 +22,22 @@ from adacheck_store.format.bodies import (
     SectionState,
     decode_base,
     decode_delta,
-    grad_array,
     set_array,
 )
 from adacheck_store.format.check import check_base, check_delta
 from adacheck_store.format.dtypes import item_bytes
 from adacheck_store.format.errors import MalformedError, ReplayMismatchError
 from adacheck_store.format.ids import BLOCK_BYTES, block_count
-from adacheck_store.format.layout import Layout, Section, Slice
+from adacheck_store.format.layout import Layout, Section
+from adacheck_store.tiers.transfer import populate
 
-from .arrays import byte_view, from_typed, to_typed, torch_dtype
+from .ahead import NOW, Now
+from .arrays import byte_view, to_typed, torch_dtype
 from .engines import Piece, StepEngine
 from .fetch import ArrayReader, lost_if_malformed, refused
 from .fingerprint import block_sum
 from .optimizers import check_groups, folds_alike, spec_named
-
-_HALVES = (torch.bfloat16, torch.float32)
+from .windows import Run, Updates, Window, decode, pieces_of, runs_of
 
 WINDOW_BYTES = 4 << 20
 """Bytes of the narrowest role in a window: whole blocks of every role."""
@@ -161,143 +162,119 @@ class Fold:
             names += section.state_roles
         return names
 
-    def run(self, sink: Sink) -> FoldReport:
+    def run(self, sink: Sink, reader: Now = NOW) -> FoldReport:
         """Fold everything into the sink."""
-        for _ in self.steps(sink):
+        for _ in self.steps(sink, reader):
             pass
         return self.report
 
-    def steps(self, sink: Sink) -> Iterator[FoldReport]:
-        """Fold window by window, yielding the report after each; the last one is complete."""
-        for section in self.layout.sections:
-            if section.slices:
-                for _ in self._run_section(section, sink):
-                    yield self.report
+    def steps(self, sink: Sink, reader: Now = NOW) -> Iterator[FoldReport]:
+        """Fold window by window, yielding the report after each; the last one is complete.
+
+        A ``reader`` that reads ahead needs a sink whose windows are memory of their own.
+        """
+        waiting: deque[Window] = deque()
+        for window in self._windows(sink):
+            self._start(window, reader)
+            waiting.append(window)
+            if len(waiting) > reader.windows:
+                self._finish(waiting.popleft(), sink)
+                yield self.report
+        while waiting:
+            self._finish(waiting.popleft(), sink)
+            yield self.report
         for section in self.layout.sections:
             self.report.states[section.name] = self._final_state(section)
         self.report.verified_through = self._verified_through()
         yield self.report
 
-    def _run_section(self, section: Section, sink: Sink) -> Iterator[None]:
-        width = WINDOW_BYTES // min(item_bytes(dtype) for _, dtype in section.roles)
-        scratch = torch.empty(min(width, section.elements), dtype=torch_dtype(section.roles[0][1]))
-        roles = self.roles(section)
-        for start in range(0, max(section.elements, 1), width):
-            stop = min(start + width, section.elements)
-            views = {role: sink.window(section, role, start, stop) for role in roles}
-            self._load(section, start, views)
-            pieces = self._pieces(section, start, stop, views, scratch)
-            self._check(section, self.base_step, start, views, {})
-            for delta in self.deltas:
-                self._apply(section, delta, start, pieces)
-                self._apply_sets(section, delta, start, stop, views)
-                self._check(section, delta.step, start, views, delta.sums)
-            for piece in pieces:
-                self._scalars[section.name, piece.slice] = dict(piece.scalars)
-            sink.done(section, start, stop, views)
-            yield
-
-    def _load(self, section: Section, start: int, views: Mapping[str, torch.Tensor]) -> None:
-        for role, view in views.items():
-            name = f"{section.name}/{role}"
-            info = self.base.info(name)
-            if info is None:
-                if role == section.main_role:
-                    raise MalformedError(f"the base has no array {name}", rule="base")
-                view.zero_()
-            elif (info.dtype, info.elements) != (section.dtypes[role], section.elements):
-                raise MalformedError(f"array {name} does not fit the layout", rule="base")
-            else:
-                self.base.read_into(name, start, view)
-
-    def _pieces(
-        self, section: Section, start: int, stop: int, views: Mapping[str, torch.Tensor],
-        scratch: torch.Tensor,
-    ) -> list[Piece]:  # fmt: skip
-        if section.optimizer < 0 or not self.deltas:
-            return []
-        state = self.base_body.states.get(section.name)
-        pieces = []
-        for index, item in enumerate(section.slices):
-            low, high = max(item.offset, start), min(item.offset + item.elements, stop)
-            if low >= high and not _empty_here(section, item, start, stop):
+    def _windows(self, sink: Sink) -> Iterator[Window]:
+        """All windows, in order, with memory and nothing in it."""
+        for section in self.layout.sections:
+            if not section.slices:
                 continue
-            high = max(low, high)
-            cut = slice(low - start, high - start)
-            present = bool(state and state.present[index])
-            scalars = {}
-            if state and present:
-                scalars = {
-                    name: from_typed(values[index])
-                    for name, values in state.scalars.items()
-                    if values[index] is not None
-                }
-            pieces.append(
-                Piece(
-                    slice=index, group=item.group, start=low - item.offset,
-                    stop=high - item.offset, param=_shaped(item, views[section.main_role][cut]),
-                    grad=_shaped(item, scratch[cut]),
-                    roles={
-                        role: _shaped(item, view[cut])
-                        for role, view in views.items() if role != section.main_role
-                    },
-                    present=present, scalars=scalars,
-                )
+            width = WINDOW_BYTES // min(item_bytes(dtype) for _, dtype in section.roles)
+            kind = torch_dtype(section.roles[0][1])
+            scratch = torch.empty(min(width, section.elements), dtype=kind)
+            steps = section.optimizer >= 0 and self.deltas
+            state, roles = self.base_body.states.get(section.name), self.roles(section)
+            for start in range(0, max(section.elements, 1), width):
+                stop = min(start + width, section.elements)
+                views = {role: sink.window(section, role, start, stop) for role in roles}
+                pieces = pieces_of(section, start, stop, views, scratch, state) if steps else []
+                yield Window(section, start, stop, views, pieces)
+
+    def _start(self, window: Window, reader: Now) -> None:
+        """Have everything read that the base and all deltas have for a window."""
+        ahead = reader.windows > 0
+        for role, view in window.views.items():
+            self._check_array(window.section, role)
+            window.loads.append(
+                reader.start(self._load, f"{window.section.name}/{role}", window.start, view, ahead)
+            )
+        for delta in self.deltas:
+            updates: Updates = []
+            for number, update in enumerate(delta.body.updates):
+                if update.optimizer != window.section.optimizer:
+                    continue
+                grads = delta.grads[number]
+                stepping = [p for p in window.pieces if (window.section.name, p.slice) in grads]
+                runs = [
+                    Run(grad, pieces, reader.start(delta.reader.elements, name, begin, end))
+                    for grad, pieces, name, begin, end in runs_of(
+                        window.section, number, grads, stepping
+                    )
+                ]  # fmt: skip
+                updates.append((number, stepping, runs))
+            window.updates.append(updates)
+
+    def _finish(self, window: Window, sink: Sink) -> None:
+        """Fold a window, as soon as all of it is here."""
+        section, start = window.section, window.start
+        for load in window.loads:
+            load.result()
+        self._check(section, self.base_step, start, window.views, {})
+        for delta, updates in zip(self.deltas, window.updates, strict=True):
+            self._apply(section, delta, updates)
+            self._apply_sets(section, delta, start, window.stop, window.views)
+            self._check(section, delta.step, start, window.views, delta.sums)
+        for piece in window.pieces:
+            self._scalars[section.name, piece.slice] = dict(piece.scalars)
+        sink.done(section, start, window.stop, window.views)
+
+    def _check_array(self, section: Section, role: str) -> None:
+        info = self.base.info(f"{section.name}/{role}")
+        if info is None and role == section.main_role:
+            raise MalformedError(f"the base has no array {section.name}/{role}", rule="base")
+        fits = (section.dtypes[role], section.elements)
+        if info is not None and (info.dtype, info.elements) != fits:
+            raise MalformedError(
+                f"array {section.name}/{role} does not fit the layout", rule="base"
             )  # fmt: skip
-        return pieces
 
-    def _apply(self, section: Section, delta: Delta, start: int, pieces: list[Piece]) -> None:
-        for number, update in enumerate(delta.body.updates):
-            if update.optimizer != section.optimizer:
-                continue
-            grads = delta.grads[number]
-            stepping = [p for p in pieces if (section.name, p.slice) in grads]
+    def _load(self, name: str, start: int, view: torch.Tensor, fresh: bool) -> None:
+        if fresh and view.numel():
+            populate(byte_view(view))
+        if self.base.info(name) is None:
+            view.zero_()
+        else:
+            self.base.read_into(name, start, view)
+
+    def _apply(
+        self, section: Section, delta: Delta,
+        updates: Updates,
+    ) -> None:  # fmt: skip
+        engine = self._engines[section.optimizer] if updates else None
+        for number, stepping, runs in updates:
+            assert engine is not None
+            groups = delta.body.updates[number].groups
             with refused(delta.reader):
-                halves = self._engines[section.optimizer].takes_halves(update.groups)
-            self._decode(section, delta, number, stepping, halves)
+                halves = engine.takes_halves(groups)
+            for run in runs:
+                decode(run, halves)
             with refused(delta.reader):
-                self._engines[section.optimizer].apply(stepping, update.groups)
+                engine.apply(stepping, groups)
                 _refuse_new_state(stepping)
-
-    def _decode(
-        self, section: Section, delta: Delta, number: int, pieces: Sequence[Piece], halves: bool
-    ) -> None:
-        """Fill the pieces' gradients, neighbours in one run; with ``halves`` bfloat16 as it is."""
-        grads = delta.grads[number]
-        at = 0
-        while at < len(pieces):
-            first = grads[section.name, pieces[at].slice]
-            shift = _shift(section, pieces[at], first)
-            end = at + 1
-            while end < len(pieces):
-                grad = grads[section.name, pieces[end].slice]
-                if (grad.encoding, grad.scale) != (first.encoding, first.scale):
-                    break
-                if _shift(section, pieces[end], grad) != shift:
-                    break
-                end += 1
-            self._decode_run(delta, number, first, pieces[at:end], halves)
-            at = end
-
-    def _decode_run(
-        self, delta: Delta, number: int, grad: Grad, pieces: Sequence[Piece], halves: bool
-    ) -> None:
-        name = grad_array(number, grad.section, grad.encoding)
-        begin = grad.offset + pieces[0].start
-        target = pieces[0].grad.reshape(-1)
-        if len(pieces) > 1:
-            last = pieces[-1].grad
-            span = last.storage_offset() + last.numel() - target.storage_offset()
-            target = target.as_strided((span,), (1,))
-        kept = delta.reader.elements(name, begin, begin + target.numel())
-        if halves and grad.scale is None and (kept.dtype, target.dtype) == _HALVES:
-            for piece in pieces:
-                at = piece.grad.storage_offset() - target.storage_offset()
-                piece.kept = kept[at : at + piece.grad.numel()]
-            return
-        if grad.scale is not None:
-            kept = kept.to(torch.float32).mul_(_scale(grad.scale))
-        target.copy_(kept)
 
     def _apply_sets(
         self, section: Section, delta: Delta, start: int, stop: int,
@@ -377,24 +354,3 @@ def _refuse_new_state(pieces: Sequence[Piece]) -> None:
         for name, value in piece.scalars.items():
             if isinstance(value, torch.Tensor) and value.dim():
                 raise MalformedError(f"the layout has no role {name}", rule="delta")
-
-
-def _empty_here(section: Section, item: Slice, start: int, stop: int) -> bool:
-    """An empty slice has counters to step: it belongs to the window its offset falls into."""
-    at = max(0, min(item.offset, section.elements - 1))
-    return item.elements == 0 and start <= at < max(stop, 1)
-
-
-def _shaped(item: Slice, flat: torch.Tensor) -> torch.Tensor:
-    """A cut as the engine takes it: flat, but a scalar stays one, for it promotes differently."""
-    return flat.reshape(()) if item.shape == () else flat
-
-
-def _shift(section: Section, piece: Piece, grad: Grad) -> int:
-    return grad.offset - section.slices[piece.slice].offset
-
-
-def _scale(bits: int) -> torch.Tensor:
-    return torch.tensor(bits - 2**32 if bits >= 2**31 else bits, dtype=torch.int32).view(
-        torch.float32
-    )

@@ -25,6 +25,7 @@ from adacheck_store.format.keys import layout_key
 from adacheck_store.format.layout import Layout, Section, decode_layout
 from adacheck_store.tiers.base import Tier
 
+from .ahead import Ahead
 from .arrays import tensor_of, torch_dtype
 from .candidates import carry_out
 from .catalog import Catalog, RecordRef, read_catalog
@@ -233,7 +234,8 @@ def fetch_parts(
     for part in plan.parts:
         layout = open_layout(tiers, plan.run, part.layout)
         sink = StateSink()
-        report = open_fold(fetcher, layout, part).run(sink)
+        with Ahead() as reader:
+            report = open_fold(fetcher, layout, part).run(sink, reader)
         reports.append(report)
         parts[part.part] = PartState(
             part=part.part, step=plan.step, layout=layout, layout_id=part.layout,

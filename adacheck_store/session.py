@@ -169,17 +169,18 @@ class RunSession:
             if step is not None or term:
                 self._excuse.give("a step or term was asked for")
                 self._ceiling = None
-            self._restored = restore_state(
+            restored = restore_state(
                 self.store.tiers, self.run, step=step, term=term,
                 catalog=self._catalog if self.group.rank == 0 else None,
                 max_drift=self.settings.max_drift, group=self.group, own=(self.part, self.rank),
                 near=self._crew.near_to if self._crew else NOWHERE, check=self._check_ranks,
                 ceiling=self._ceiling,
             )  # fmt: skip
+        self._restored = dataclasses.replace(restored, parts={}, extras={})  # the state is large
         self._decided = True
-        if self._restored.plan.passed_over:
-            log.warning("run %s: %s", self.run, self._restored.plan.passed_over)
-        return self._restored
+        if restored.plan.passed_over:
+            log.warning("run %s: %s", self.run, restored.plan.passed_over)
+        return restored
 
     def _enter(self, claim: Callable[[], bool]) -> bool:
         """Have rank 0 claim the term; whether there is something to restore."""

@@ -11,8 +11,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
+from adacheck_store.format.errors import TruncatedError
 from adacheck_store.format.head import SealedHead
 from adacheck_store.format.record import Block, Record
+
+from .transfer import copy_into
 
 
 class Source(Protocol):
@@ -114,6 +117,16 @@ class Tier(abc.ABC):
         for a missing record, array or block, `TruncatedError` for fewer bytes than there
         should be.
         """
+
+    def read_into(self, key: str, array: str, first: int, count: int, out: memoryview) -> None:
+        """Fill ``out``, as long as the blocks are, with what `read` gives: *not* verified.
+
+        Raises what `read` raises; what ``out`` holds then is undefined.
+        """
+        data = self.read(key, array, first, count)
+        if len(data) != len(out):
+            raise TruncatedError(f"{len(data)} bytes of {array}, not {len(out)}").at(key=key)
+        copy_into(out, 0, data)
 
     @abc.abstractmethod
     def list(self, prefix: str) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import select
 import socket
 import ssl
@@ -20,6 +21,8 @@ from .wire import Frame, Kind
 
 _JOIN_BYTES = 16 << 10
 _VIEWS_MAX = 512
+
+_Passing = tuple[int, int, bytes]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +78,19 @@ class Channel:
         self._sent += 1
         return data
 
-    def send(self, kind: Kind, head: Mapping[str, Any], payload: Sequence[Buffer] = ()) -> None:
-        """Send a frame; ``payload`` is sent as it lies, without a copy of large buffers."""
+    @property
+    def passes(self) -> bool:
+        """Whether descriptors may go along with a frame: inside a node."""
+        return not isinstance(self.sock, TlsSocket)
+
+    def send(
+        self, kind: Kind, head: Mapping[str, Any], payload: Sequence[Buffer] = (),
+        descriptors: Sequence[int] = (),
+    ) -> None:  # fmt: skip
+        """Send a frame; ``payload`` is sent as it lies, without a copy of large buffers.
+
+        ``descriptors`` go along where the channel `passes` any, and stay the caller's.
+        """
         views = [view for view in map(flat, payload) if len(view)]
         size = sum(map(len, views))
         views.insert(0, memoryview(self.encode(kind, head, size)))
@@ -86,7 +100,7 @@ class Channel:
                 for view in joined(views):
                     self._send_all(view, end)
             else:
-                self._send_views(self.sock, views, end)
+                self._send_views(self.sock, views, end, [_passing(descriptors)] * bool(descriptors))
         except OSError as exc:
             raise self._broken(exc, "sending") from exc
 
@@ -95,9 +109,12 @@ class Channel:
             view = view[self.sock.send(view) :]
             self._check(end, len(view))
 
-    def _send_views(self, sock: socket.socket, views: list[memoryview], end: float) -> None:
+    def _send_views(
+        self, sock: socket.socket, views: list[memoryview], end: float, passing: list[_Passing]
+    ) -> None:  # fmt: skip
         while views:
-            sent = sock.sendmsg(views[:_VIEWS_MAX])
+            sent = sock.sendmsg(views[:_VIEWS_MAX], passing)
+            passing = []
             while views and sent >= len(views[0]):
                 sent -= len(views.pop(0))
             if views:
@@ -106,15 +123,22 @@ class Channel:
 
     # -- receiving --
 
-    def receive(self, timeout_s: float | None = None) -> Frame:
+    def receive(
+        self, timeout_s: float | None = None, descriptors: list[int] | None = None
+    ) -> Frame:
         """Header and head of the next frame, waited for ``timeout_s`` (default ``answer_s``).
 
         The payload is still to be taken: by `payload_into`, once or in pieces, or `payload`.
+        Descriptors that come along are closed by the kernel, unless there is a list for them,
+        which takes up to two: they are the caller's to close, also where this raises.
         """
         end = self._deadline(self.limits.answer_s if timeout_s is None else timeout_s)
         header = wire.HEADER.size
         try:
-            start = self._take(header, end)
+            start = b""
+            if descriptors is not None and not isinstance(self.sock, TlsSocket):
+                start = self._take_with(self.sock, header, descriptors)
+            start += self._take(header - len(start), end)
             parsed = wire.decode_header(start)
             self.follow(parsed.sequence)
             end = self._deadline(self.limits.stall_s)
@@ -167,6 +191,15 @@ class Channel:
         self._fill(memoryview(data), end)
         return bytes(data)
 
+    def _take_with(self, sock: socket.socket, size: int, descriptors: list[int]) -> bytes:
+        """The first bytes of a frame, at most ``size``, and descriptors that came with them."""
+        try:
+            data, found, _, _ = socket.recv_fds(sock, size, 1, socket.MSG_CMSG_CLOEXEC)
+        except OSError as exc:
+            raise self._broken(exc, "receiving") from exc
+        descriptors += found
+        return data
+
     def _fill(self, view: memoryview, end: float) -> None:
         try:
             while len(view):
@@ -214,6 +247,10 @@ class Channel:
         """Close the socket; idempotent."""
         with suppress(OSError):
             self.sock.close()
+
+
+def _passing(descriptors: Sequence[int]) -> _Passing:
+    return socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors).tobytes()
 
 
 def flat(data: Buffer) -> memoryview:

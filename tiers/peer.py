@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from .base import RecordSource, Source, Tier, TierTraits
 from .channel import Channel, ChannelError
 from .intake import placed
 from .outgoing import announcement, send_stream
+from .places import KnownPlaces, Places, open_places
 from .pool import Peer, expect
 from .wire import Frame, Kind
 
@@ -105,8 +107,43 @@ class PeerTier(Tier):
         with self._placed(key=key):
             return self.peer.exchange(lambda channel: self._read(channel, key, array, first, count))
 
+    def read_into(self, key: str, array: str, first: int, count: int, out: memoryview) -> None:
+        """The same into memory of the caller's; inside a node from the agent's, if it may be."""
+        with self._placed(key=key):
+            known = self.peer.places
+            places = self._places(known, key) if known is not None else None
+            if known is not None and places is not None:
+                if places.fill(array, first, count, out):
+                    return
+                known.forget(self.tier, key)  # it was dropped, or something else was
+            self.peer.exchange(lambda channel: self._read(channel, key, array, first, count, out))
+
+    def _places(self, known: KnownPlaces, key: str) -> Places | None:
+        """Where a record lies in the agent's memory, None if that cannot be learned."""
+        with suppress(KeyError):
+            return known.get(self.tier, key)
+        try:
+            places = self.peer.exchange(lambda channel: self._ask_places(channel, key))
+        except AdaCheckError:
+            places = None  # the call that takes its place says what is wrong
+        return known.learn(self.tier, key, places)
+
+    def _ask_places(self, channel: Channel, key: str) -> Places | None:
+        channel.send(Kind.CALL, {"verb": "places", "tier": self.tier, "key": key})
+        descriptors: list[int] = []
+        try:
+            frame = expect(channel, None, descriptors)
+            payload = channel.payload(frame)
+            if not descriptors:
+                return None
+            return open_places(frame.head.get("epoch"), payload, descriptors.pop())
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
     def _read(
-        self, channel: Channel, key: str, array: str, first: int, count: int
+        self, channel: Channel, key: str, array: str, first: int, count: int,
+        out: memoryview | None = None,
     ) -> memoryview:  # fmt: skip
         channel.send(
             Kind.CALL,
@@ -115,9 +152,11 @@ class PeerTier(Tier):
         )  # fmt: skip
         frame = expect(channel)
         # At most what was asked for, whatever the agent says.
-        # Numpy asks for large pages: fresh memory would cost several times the transfer.
         size = _size(frame, "of", max(0, count) * BLOCK_BYTES)
-        view = np.empty(size, np.uint8).data
+        # Numpy asks for large pages: fresh memory would cost several times the transfer.
+        view = np.empty(size, np.uint8).data if out is None else out
+        if size > len(view):
+            raise ChannelError("more bytes than asked for")
         filled = 0
         while True:
             if frame.payload_bytes > len(view) - filled:

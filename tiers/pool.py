@@ -21,6 +21,7 @@ from adacheck_store.format.ids import new_nonce
 from .channel import LIMITS, Channel, ChannelError, Limits
 from .credentials import Credentials
 from .endpoint import Endpoint, connect, refused
+from .places import KnownPlaces
 from .wire import VERSION, Frame, Kind, open_error
 
 T = TypeVar("T")
@@ -113,6 +114,12 @@ class Peer:
         """Whether the agent answered a moment ago; False while a connection is still being made."""
         session = self._session
         return session is not None and session.ready and not session.dead
+
+    @property
+    def places(self) -> KnownPlaces | None:
+        """Where blocks lie in the agent's memory, kept as long as it lives; None between nodes."""
+        session = self._session
+        return session.places if self.endpoint.path and session and not session.dead else None
 
     def close(self) -> None:
         """Close all connections; calls under way fail. Idempotent."""
@@ -249,6 +256,7 @@ class _Session:
         self.silent = False
         self.failure: AdaCheckError | None = None
         self.lent = 0
+        self.places = KnownPlaces()
         self._idle: list[Channel] = []
         self._channels: set[Channel] = set()
         self._limits = limits
@@ -309,14 +317,20 @@ class _Session:
                 channel.abort()  # who uses it closes it
             idle = list(self._idle)
             self._idle.clear()
+        self.places.close()
         self._ended.set()
         for channel in idle:
             self.discard(channel)
 
 
-def expect(channel: Channel, timeout_s: float | None = None) -> Frame:
-    """The next frame of an answer, its payload still to be taken; raises the error it may be."""
-    frame = channel.receive(timeout_s)
+def expect(
+    channel: Channel, timeout_s: float | None = None, descriptors: list[int] | None = None
+) -> Frame:
+    """The next frame of an answer, its payload still to be taken; raises the error it may be.
+
+    ``descriptors`` as in `Channel.receive`.
+    """
+    frame = channel.receive(timeout_s, descriptors)
     if frame.kind is Kind.ERROR:
         channel.skip(frame)
         raise open_error(frame.head)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +23,7 @@ from .blocks import check_range, span
 from .channel import Channel, ChannelError
 from .incoming import Incoming
 from .intake import placed
+from .places import places_of
 from .wire import MAX_PAYLOAD_BYTES, Frame, Kind, error_head
 
 _WINDOW_BLOCKS = 4
@@ -88,7 +90,7 @@ class Calls:
         self._spare: deque[bytearray] = deque(maxlen=_SPARE_BUFFERS)
         self._verbs = {
             "put": self._put, "head": self._head, "read": self._read, "list": self._list,
-            "delete": self._delete, "sync": self._sync,
+            "delete": self._delete, "sync": self._sync, "places": self._places,
         }  # fmt: skip
 
     def answer(self, channel: Channel, call: Frame, peer: PeerInfo) -> None:
@@ -178,6 +180,16 @@ class Calls:
             data = tier.read(key, array, at, min(_WINDOW_BLOCKS, first + count - at))
             call.channel.send(Kind.PART, head, [data])
         call.channel.send(Kind.ANSWER, head)
+
+    def _places(self, call: _Call) -> None:
+        """Where a record lies in this process's memory, with a descriptor of that."""
+        key = call.own_key()
+        found = places_of(self._tier(call), key) if call.channel.passes else None
+        data = json.dumps(found.arrays, separators=(",", ":")).encode() if found else b""
+        if found is None or len(data) > MAX_PAYLOAD_BYTES:
+            call.channel.send(Kind.ANSWER, {})
+            return
+        call.channel.send(Kind.ANSWER, {"epoch": found.epoch}, [data], [found.memory.fd])
 
     def _list(self, call: _Call) -> None:
         prefix = call.text("prefix", empty=True)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import mmap
 import os
+from collections.abc import Callable
+from functools import lru_cache
 
 import numpy as np
 
@@ -16,6 +19,8 @@ ALIGNMENT = 4096
 
 DIRECT_BYTES = 1 << 20
 """Files from this size on are written around the page cache."""
+
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, since Linux 5.14
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
 
@@ -33,6 +38,25 @@ def copy_into(target: Buffer, at: int, data: Buffer) -> None:
 def aligned(nbytes: int) -> memoryview:
     """Fresh memory that may be written directly."""
     return memoryview(mmap.mmap(-1, max(1, nbytes)))[:nbytes]
+
+
+@lru_cache(maxsize=1)
+def _madvise() -> Callable[[int, int, int], int] | None:
+    call = getattr(ctypes.CDLL(None), "madvise", None)
+    if call is not None:
+        call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return call
+
+
+def populate(view: memoryview) -> None:
+    """Have the system make all pages of fresh writable memory at once, where it can.
+
+    That takes it less time than to make each when it is first written.
+    """
+    call, start = _madvise(), np.frombuffer(view, np.uint8).ctypes.data
+    first, last = -(-start // ALIGNMENT) * ALIGNMENT, (start + len(view)) // ALIGNMENT * ALIGNMENT
+    if call is not None and first < last:
+        call(first, last - first, _POPULATE_WRITE)  # what it cannot do is done page by page
 
 
 def write_direct(file: int, view: memoryview) -> int:

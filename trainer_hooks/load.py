@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from adacheck_store.arrays import dtype_name, from_typed, torch_dtype
+from adacheck_store.arrays import byte_tensor, dtype_name, from_typed
 from adacheck_store.format.bodies import SectionState
 from adacheck_store.format.canonical import Scalar
 from adacheck_store.format.errors import ChainBrokenError
@@ -44,8 +44,9 @@ def load(
 
     What the extra's ``tree`` has of optimizers and gradients goes with it.
 
-    Optimizer state gets fresh tensors of the recorded dtype; parameters, buffers and a learning
-    rate that is a tensor keep their objects. Implementation flags stay as the user set them.
+    Optimizer state gets tensors of the recorded dtype, the state's own where that can be, so a
+    state is loaded once; parameters, buffers and a learning rate that is a tensor keep their
+    objects. Implementation flags stay as the user set them.
     """
     with torch.no_grad():
         for match in matches:
@@ -170,13 +171,25 @@ def _load_state(state: PartState, match: Match, binding: Binding) -> None:
         if values is not None and values[match.index] is not None:
             fresh[key] = _counter(values[match.index], spec, binding.group(match.slot), param)
     for role in section.state_roles:
-        tensor = torch.empty_like(
-            param, dtype=torch_dtype(section.dtypes[role]), requires_grad=False,
-            memory_format=torch.preserve_format,
-        )  # fmt: skip
-        local(tensor).copy_(_values(state, match, role))
-        fresh[role] = tensor
+        fresh[role] = _state_tensor(param, _values(state, match, role))
     binding.optimizers[match.slot.section.optimizer].state[param] = fresh
+
+
+def _state_tensor(param: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Optimizer state like its parameter: the values themselves where they lie as it does.
+
+    Nobody else uses them, and to copy them into fresh memory would cost more than all the rest.
+    Each tensor has a storage of its own, with its values alone in it.
+    """
+    plain = type(param) in (torch.Tensor, torch.nn.Parameter) and values.numel()
+    if plain and param.device == values.device and param.is_contiguous():
+        alone = torch.from_numpy(byte_tensor(values).numpy())
+        return alone.view(values.dtype).view(param.shape)
+    tensor = torch.empty_like(
+        param, dtype=values.dtype, requires_grad=False, memory_format=torch.preserve_format
+    )
+    local(tensor).copy_(values)
+    return tensor
 
 
 def _counter(value: Any, spec: OptimizerSpec, group: Mapping[str, Any], param: torch.Tensor) -> Any:

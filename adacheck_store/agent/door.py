@@ -27,6 +27,7 @@ from adacheck_store.format.head import SealedHead
 from adacheck_store.format.keys import Key, parse_key
 from adacheck_store.tiers.base import Source, Tier, TierTraits
 from adacheck_store.tiers.intake import LINKED_KINDS, check_sources, sizes_of
+from adacheck_store.tiers.places import Places, places_of
 
 from . import events as ev
 from .replica import LMDB, RAM
@@ -132,6 +133,10 @@ class ReadOnly(Tier):
     def read(self, key: str, array: str, first: int, count: int) -> bytes | memoryview:
         """Bytes of a run of blocks, not verified."""
         return self._inner.read(key, array, first, count)
+
+    def places(self, key: str) -> Places | None:
+        """Where a record lies in memory that other processes of this node may read."""
+        return places_of(self._inner, key)
 
     def list(self, prefix: str) -> Iterator[str]:
         """Keys that begin with a prefix, sorted."""

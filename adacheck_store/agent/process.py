@@ -27,9 +27,9 @@ from adacheck_store.store import agent_tiers
 from adacheck_store.tiers import credentials as keys
 from adacheck_store.tiers.credentials import Credentials
 from adacheck_store.tiers.endpoint import Endpoint
-from adacheck_store.tiers.memory import MemoryTier
 from adacheck_store.tiers.serve import Server
 from adacheck_store.tiers.serve_calls import PeerInfo
+from adacheck_store.tiers.shared import memory_tier
 
 from . import places
 from .budget import LEAST_BYTES, room_of
@@ -109,7 +109,7 @@ class _Agent:
         lmdb, far = agent_tiers(options.store, options.run, node, cache=options.cache or None)
         stack.callback(far.close)
         stack.callback(lmdb.close)
-        tiers = {RAM: MemoryTier(NAME), LMDB: lmdb, FAR: far}
+        tiers = {RAM: memory_tier(NAME), LMDB: lmdb, FAR: far}
         self._shell = Shell(options.run, node, self._boot, tiers, room_of(memory), Settings())
         stack.callback(self._shell.end)
         self._shell.credentials = key

@@ -7,9 +7,12 @@ is then the one that recovers. State is float32 with AdamW: 12 bytes of each par
 from __future__ import annotations
 
 import contextlib
+import json
 import statistics
+import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,7 @@ import pytest
 import torch
 
 import adacheck_store as ada
+from adacheck_store import restore
 from adacheck_store.restore import Restored, restore_state
 from adacheck_store.tiers import credentials
 from adacheck_store.tiers.base import Tier
@@ -53,9 +57,14 @@ class Matrices(torch.nn.Module):
 class Trainer:
     """A trainer on a node with its agent, the far tier and up to one other agent."""
 
-    def __init__(self, folder: Path, count: int, *, pair: bool) -> None:
+    def __init__(self, folder: Path, count: int, *, pair: bool, join: bool = False) -> None:
+        """With ``join`` the agents are there already."""
+        self.folder, self.count = folder, count
         self.bytes = count * STATE
         self.nodes = [Node(folder, name) for name in "ab"[: 1 + pair]]
+        self.build()
+        if join:
+            return
         key = credentials.make(RUN)
         memory = (6 * self.bytes >> 20) + 640
         for node in self.nodes:
@@ -63,12 +72,10 @@ class Trainer:
             credentials.write(str(node.runtime / "keys"), key)
             node.agent("--memory", f"{memory}M")
         self.keys = key
-        self._count, self._pair = count, pair
-        self.build()
 
     def build(self) -> None:
         """Begin with other numbers than those that are kept."""
-        self.model = Matrices(self._count)
+        self.model = Matrices(self.count)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
 
     def attach(self) -> ada.Checkpointer:
@@ -160,58 +167,96 @@ def rows() -> Iterator[Row]:
 
 
 def _against_torch_load(trainer: Trainer, file: Path) -> Iterator[Row]:
-    """Into model and optimizer, and what does as much without us, from page cache; in turns."""
+    """Into model and optimizer, and what does as much without us, from page cache; in turns.
+
+    A state is loaded once in a process's life, into memory that is fresh. So each try of either is
+    a process of its own: one that has loaded before reuses its memory, and takes a fourth.
+    """
     model, optimizer = trainer.model, trainer.optimizer
     kept = trainer.digest()
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    found: dict[str, list[float]] = defaultdict(list)
+    said = ""
+    for number in range(PAIRS + 1):
+        told = [_apart(trainer, what, file) for what in ("restore", "load", "load all")]
+        ours = told[0]
+        assert (ours.pop("step"), ours.pop("digest")) == (STEPS, kept), ours
+        tiers = ours.pop("tiers")
+        assert set(tiers) == {"agent a"}, tiers
+        said = f"{sum(tiers.values()) / 1e6:.0f} MB read, {ours.pop('deltas')} deltas folded"
+        if number:  # the first is the warm-up
+            for name, took in (pair for times in told for pair in times.items()):
+                found[name].append(took)
+    for what, ours, than, theirs, bar in (
+        ("from plan to loaded", "loaded", "torch.load", "bare", 0.7),
+        ("from plan to loaded", "loaded", "torch.load and load_state_dict", "all", None),
+        ("from claim to loaded", "claimed", "torch.load and load_state_dict", "all", None),
+        ("until training may begin", "ready", "torch.load and load_state_dict", "all", None),
+    ):
+        pairs = list(zip(found[ours], found[theirs], strict=True))
+        ratio = statistics.median(a / b for a, b in pairs)
+        yield Row(
+            f"recovery of {trainer.bytes / 1e6:.0f} MB from the own agent, {what} / {than}",
+            f"{ratio:.2f}", f"<= {bar}" if bar else "", ratio <= bar if bar else None,
+            f"{', '.join(f'{a:.2f}/{b:.2f}' for a, b in pairs)} s; {said}",
+        )  # fmt: skip
+
+
+def _apart(trainer: Trainer, what: str, file: Path) -> dict[str, Any]:
+    """Have something done in a process of its own on the trainer's node; what it tells."""
+    node = trainer.nodes[0]
+    words = (what, str(trainer.folder), str(trainer.count), str(file))
+    process = node.run("tests.benchmarks.recovery", *words)
+    said, _ = process.communicate(timeout=600)
+    assert process.returncode == 0, said
+    told: dict[str, Any] = json.loads(said.splitlines()[-1])
+    return told
+
+
+def main(what: str, folder: Path, count: int, file: Path) -> None:
+    """Be a trainer that begins, and do one thing; tells seconds, and what it has got."""
+    torch.set_num_threads(1)
+    trainer = Trainer(folder, count, pair=False, join=True)
 
     def load() -> None:
         torch.load(file, weights_only=True)
 
     def load_all() -> None:
         found = torch.load(file, weights_only=True)
-        model.load_state_dict(found["model"])
-        optimizer.load_state_dict(found["optimizer"])
+        trainer.model.load_state_dict(found["model"])
+        trainer.optimizer.load_state_dict(found["optimizer"])
 
-    loaded, ready, bare, whole, said = [], [], [], [], ""
-    for number in range(PAIRS + 1):
-        trainer.build()
-        times, report = _restored(trainer)
-        assert (report.step, trainer.digest()) == (STEPS, kept)
-        tiers = report.tiers or {}
-        assert set(tiers) == {"agent a"}, tiers
-        pair = seconds(load), seconds(load_all)
-        if number:  # the first is the warm-up
-            for series, took in zip((loaded, ready, bare, whole), (*times, *pair), strict=True):
-                series.append(took)
-        said = f"{sum(tiers.values()) / 1e6:.0f} MB read, {report.certificate.deltas} deltas folded"
-    for what, ours, than, theirs, bar in (
-        ("from plan to loaded", loaded, "torch.load", bare, 0.7),
-        ("from plan to loaded", loaded, "torch.load and load_state_dict", whole, None),
-        ("until training may begin", ready, "torch.load and load_state_dict", whole, None),
-    ):
-        ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
-        yield Row(
-            f"recovery of {trainer.bytes / 1e6:.0f} MB from the own agent, {what} / {than}",
-            f"{ratio:.2f}", f"<= {bar}" if bar else "", ratio <= bar if bar else None,
-            f"{statistics.median(ours):.2f} against {statistics.median(theirs):.2f} s; {said}",
-        )  # fmt: skip
+    if what == "restore":
+        told = _restored(trainer)
+    else:
+        told = {"bare": seconds(load)} if what == "load" else {"all": seconds(load_all)}
+    print(json.dumps(told))
 
 
-def _restored(trainer: Trainer) -> tuple[tuple[float, float], ada.RestoreReport]:
-    """A restore: seconds until all is loaded, and until the term is open and memory for capture
-    is made."""
-    load, loaded = checkpointer.load, []
+def _restored(trainer: Trainer) -> dict[str, Any]:
+    """A restore: seconds from its plan and from its claim until all is loaded, and until the term
+    is open and memory for capture is made."""
+    load, fetch, marks = checkpointer.load, restore.fetch_parts, {}
+
+    def timed_fetch(*args: Any) -> Any:
+        marks["planned"] = time.perf_counter()
+        return fetch(*args)
 
     def timed_load(*args: Any) -> None:
         load(*args)
-        loaded.append(time.perf_counter())
+        marks["loaded"] = time.perf_counter()
 
     with pytest.MonkeyPatch.context() as patch, trainer.attach() as ckpt:
         patch.setattr(checkpointer, "load", timed_load)
+        patch.setattr(restore, "fetch_parts", timed_fetch)
         began = time.perf_counter()
         report = ckpt.restore()
-        return (loaded[0] - began, time.perf_counter() - began), report
+        ready = time.perf_counter()
+        return {
+            "loaded": marks["loaded"] - marks["planned"], "claimed": marks["loaded"] - began,
+            "ready": ready - began, "step": report.step, "digest": trainer.digest(),
+            "tiers": report.tiers, "deltas": report.certificate.deltas,
+        }  # fmt: skip
 
 
 def _by_source(trainer: Trainer) -> Iterator[Row]:
@@ -243,3 +288,7 @@ def _row(name: str, size: int, tries: list[tuple[float, Restored]]) -> Row:
 
 def _both(numbers: set[int]) -> str:
     return " to ".join(map(str, sorted({min(numbers), max(numbers)})))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))

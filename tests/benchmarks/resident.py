@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from adacheck_store.config import memory_resident
 from adacheck_store.format.errors import AdaCheckError
 from adacheck_store.session import RunSession
 from tests.agent.kit import Node, until
@@ -29,16 +30,6 @@ MEBI = 1 << 20
 EVERY_S = 0.02
 RESTS = 20
 """How often a flood rests until all is drained: what is in memory then is no record that waits."""
-
-
-def resident(pid: int) -> int:
-    """Bytes of a process that no file stands for: RssAnon + RssShmem, 0 if it has ended."""
-    try:
-        text = Path(f"/proc/{pid}/status").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
-    found = dict(line.split(":", 1) for line in text.splitlines() if line.startswith("Rss"))
-    return sum(int(found[name].split()[0]) << 10 for name in ("RssAnon", "RssShmem"))
 
 
 @dataclass(slots=True)
@@ -60,7 +51,7 @@ def watched(pid: int) -> Iterator[Watch]:
 
     def look() -> None:
         while not ending.is_set():
-            watch.samples.append((time.monotonic(), resident(pid)))
+            watch.samples.append((time.monotonic(), memory_resident(pid)))
             ending.wait(EVERY_S)
 
     thread = threading.Thread(target=look, name="resident", daemon=True)
@@ -123,7 +114,7 @@ def _through(node: Node, steps: int, elements: int) -> Sequence[Row]:
         for _ in range(RESTS):
             flood.steps(steps // RESTS)
             flood.session.flush(120.0)
-            at_rest.append(resident(node.pid()))
+            at_rest.append(memory_resident(node.pid()))
     stored = flood.session.status().stored
     flood.session.close()
     tenth = RESTS // 10

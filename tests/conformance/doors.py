@@ -1,11 +1,13 @@
 """Back doors: each reads and writes what a tier keeps, without the tier's own code."""
 
+import dataclasses
 import hashlib
 import json
+import os
 import struct
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import lmdb
 import numpy as np
@@ -14,6 +16,7 @@ import zarr
 from adacheck_store.format.head import SealedHead
 from adacheck_store.format.record import Record, decode_record
 from adacheck_store.tiers.memory import MemoryTier
+from adacheck_store.tiers.shared import PAGE, SharedTier
 from tests.conformance.records import MIB
 
 
@@ -64,6 +67,47 @@ class MemoryDoor:
 
     def leftovers(self) -> list[str]:
         return []
+
+
+class SharedDoor(MemoryDoor):
+    """Into the dictionary, and the file that it points into."""
+
+    tier: SharedTier
+
+    def load(self, key: str) -> dict[str, bytes]:
+        sealed, blocks = self.tier._records[key]
+        found = {"adacheck": sealed.raw, "id": sealed.id.encode()}
+        for (array, _), kept in sorted(blocks.items()):
+            found[array] = found.get(array, b"") + self._bytes(kept)
+        return found
+
+    def _bytes(self, kept: Any) -> bytes:
+        return kept if isinstance(kept, bytes) else os.pread(self._file(), kept.size, kept.at)
+
+    def _file(self) -> int:
+        return self.tier._store.fd
+
+    def damage(self, key: str, array: str, how: str) -> None:
+        blocks = self.tier._records[key][1]
+        kept: Any = blocks[array, 0]
+        if isinstance(kept, bytes):
+            super().damage(key, array, how)
+        elif how == "lose":
+            del blocks[array, 0]
+        elif how == "flip":
+            os.pwrite(self._file(), bend(self._bytes(kept), how), kept.at)
+        else:
+            blocks[array, 0] = dataclasses.replace(kept, size=kept.size - 1)
+
+    def leftovers(self) -> list[str]:
+        held = sum(
+            -(-kept.size // PAGE)
+            for _, blocks in self.tier._records.values()
+            for kept in blocks.values()
+            if not isinstance(kept, bytes)
+        )
+        pages = os.fstat(self._file()).st_blocks * 512 // PAGE
+        return [f"{pages} pages for {held}"] if pages != held + 1 else []
 
 
 def bend(data: bytes, how: str) -> bytes:

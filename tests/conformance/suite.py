@@ -20,6 +20,7 @@ from adacheck_store.format.errors import (
     MalformedError,
     OrderError,
     RecordNotFoundError,
+    TierUnavailableError,
     TruncatedError,
 )
 from adacheck_store.format.head import SealedHead
@@ -452,9 +453,18 @@ class TierSuite:
             for first, count in [(0, 12), (3, 1), (3, 2), (7, 4), (11, 1), (8, 4), (5, 0), (12, 0)]:
                 wanted = data[first * MIB : (first + count) * MIB]
                 assert tier.read(source.key, name, first, count) == wanted
+                into = memoryview(bytearray(b"\xee" * len(wanted)))
+                tier.read_into(source.key, name, first, count, into)
+                assert into == wanted
+                for size in {len(wanted) + 1, max(0, len(wanted) - 1)} - {len(wanted)}:
+                    wrong = memoryview(bytearray(size))
+                    with pytest.raises((TruncatedError, TierUnavailableError)):
+                        tier.read_into(source.key, name, first, count, wrong)
             for first, count in [(0, 13), (12, 1), (-1, 1), (3, -1), (2**60, 1)]:
                 with pytest.raises(RecordNotFoundError) as caught:
                     tier.read(source.key, name, first, count)
+                with pytest.raises(RecordNotFoundError):
+                    tier.read_into(source.key, name, first, count, memoryview(b""))
                 assert caught.value.place["key"] == source.key
             with pytest.raises(RecordNotFoundError):
                 tier.read(source.key, "a/none", 0, 1)

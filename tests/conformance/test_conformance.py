@@ -14,6 +14,10 @@ class TestMemory(tiers.MemorySuite):
     """The reference."""
 
 
+class TestShared(tiers.SharedSuite):
+    """In memory that other processes may read."""
+
+
 class TestLmdb(tiers.LmdbSuite):
     """On a local disk."""
 
@@ -34,6 +38,10 @@ class TestPeerTls(tiers.PeerTlsSuite):
     """In an agent of another node."""
 
 
+class TestPeerShared(tiers.PeerSharedSuite):
+    """In an agent of this node, by descriptor."""
+
+
 def _tiers(root: type[Tier]) -> set[type[Tier]]:
     return {root}.union(*(_tiers(below) for below in root.__subclasses__()))
 
@@ -50,8 +58,9 @@ def test_every_tier_has_a_suite() -> None:
         for tier in _tiers(Tier) - {Tier}
         if not issubclass(tier, WrapperTier) and tier.__module__.startswith("adacheck_store.tiers.")
     }
-    suites = (TestMemory, TestLmdb, TestZarr, TestS3, TestPeerUnix, TestPeerTls)
-    ran = {suite.tier_class for suite in suites}
+    suites = (TestMemory, TestShared, TestLmdb, TestZarr, TestS3)
+    peers = (TestPeerUnix, TestPeerTls, TestPeerShared)
+    ran = {suite.tier_class for suite in (*suites, *peers)}
     assert found == ran == {suite.tier_class for suite in tiers.SUITES.values()}
 
 

@@ -6,7 +6,6 @@ import pytest
 
 from adacheck_store.tiers.base import Tier
 from adacheck_store.tiers.lmdb import LmdbTier
-from adacheck_store.tiers.memory import MemoryTier
 from adacheck_store.tiers.object_local import LocalObjects
 from adacheck_store.tiers.zarr import ZarrTier
 from tests.conformance import tiers
@@ -14,16 +13,6 @@ from tests.conformance.doors import Door, ZarrDoor
 from tests.conformance.hosted import Hosted, socket_of
 
 pytestmark = pytest.mark.slow
-
-
-class TestMemoryByUnix(tiers.PeerTlsSuite):
-    """An agent's memory, from the trainer of its node."""
-
-    several_runs = True
-
-    def make(self, path: Path) -> Tier:
-        """Serve and connect."""
-        return Hosted(MemoryTier(), socket_of(path))
 
 
 class TestLmdbByTls(tiers.PeerUnixSuite):

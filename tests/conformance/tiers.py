@@ -9,8 +9,9 @@ from adacheck_store.tiers.object_local import LocalObjects
 from adacheck_store.tiers.object_s3 import S3Objects
 from adacheck_store.tiers.peer import PeerTier
 from adacheck_store.tiers.pool import Peer
+from adacheck_store.tiers.shared import SharedTier
 from adacheck_store.tiers.zarr import ZarrTier
-from tests.conformance.doors import Door, LmdbDoor, MemoryDoor, ZarrDoor
+from tests.conformance.doors import Door, LmdbDoor, MemoryDoor, SharedDoor, ZarrDoor
 from tests.conformance.hosted import Hosted, socket_of
 from tests.conformance.suite import TierSuite
 from tests.s3.door import S3Door
@@ -31,6 +32,22 @@ class MemorySuite(TierSuite):
         """Get behind it."""
         assert isinstance(tier, MemoryTier)
         return MemoryDoor(tier)
+
+
+class SharedSuite(TierSuite):
+    """Memory that other processes may read."""
+
+    persistent = False
+    tier_class = SharedTier
+
+    def make(self, path: Path) -> Tier:
+        """Open it."""
+        return SharedTier()
+
+    def door(self, path: Path, tier: Tier) -> Door:
+        """Get behind it."""
+        assert isinstance(tier, SharedTier)
+        return SharedDoor(tier)
 
 
 class LmdbSuite(TierSuite):
@@ -115,9 +132,29 @@ class PeerTlsSuite(TierSuite):
         return MemoryDoor(tier.inner)
 
 
+class PeerSharedSuite(SharedSuite):
+    """An agent's memory, read where it lies by processes of its node."""
+
+    name = "PeerTier by descriptor"
+    small_records = 10_000
+    tier_class = PeerTier
+
+    def make(self, path: Path) -> Tier:
+        """Serve and connect."""
+        return Hosted(SharedTier(), socket_of(path))
+
+    def door(self, path: Path, tier: Tier) -> Door:
+        """Get behind it."""
+        assert isinstance(tier, Hosted)
+        return super().door(path, tier.inner)
+
+
 SUITES: dict[str, type[TierSuite]] = {
     suite.name or suite.tier_class.__name__: suite
-    for suite in (MemorySuite, LmdbSuite, ZarrSuite, S3Suite, PeerUnixSuite, PeerTlsSuite)
+    for suite in (
+        *(MemorySuite, SharedSuite, LmdbSuite, ZarrSuite, S3Suite),
+        *(PeerUnixSuite, PeerTlsSuite, PeerSharedSuite),
+    )
 }
 
 

@@ -23,9 +23,9 @@ import psutil
 from adacheck_store.tiers import credentials
 from adacheck_store.tiers.channel import Limits
 from adacheck_store.tiers.lmdb import LmdbTier
-from adacheck_store.tiers.memory import MemoryTier
 from adacheck_store.tiers.serve import Bounds, Server
 from adacheck_store.tiers.serve_calls import PeerInfo
+from adacheck_store.tiers.shared import SharedTier
 
 RUN = "gpt-small"
 LIMITS = Limits(stall_s=1.2, slowest=16 << 20, answer_s=20.0)
@@ -36,7 +36,7 @@ BOUNDS = Bounds(pending_s=0.7, workers=24, per_origin=16)
 
 def serve(folder: str, endpoints: list[str]) -> None:
     """Serve until standard input ends."""
-    tiers = {"ram": MemoryTier(), "lmdb": LmdbTier(f"{folder}/lmdb")}
+    tiers = {"ram": SharedTier("ram"), "lmdb": LmdbTier(f"{folder}/lmdb")}
 
     def control(
         verb: str, head: Mapping[str, Any], payload: bytes, peer: PeerInfo

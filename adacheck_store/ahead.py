@@ -1,0 +1,58 @@
+"""Reading ahead: threads that fetch and verify what a fold needs next, while it folds.
+
+What they do runs beside Python: a copy out of an agent's memory, digests, the first touch of fresh
+memory. The fold itself stays on one thread, whose arithmetic is known.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+THREADS_MAX = 4
+WINDOWS = 2
+"""Windows that are read while another one is folded."""
+
+
+class Now:
+    """Reads what is asked for at once; the fold needs no memory beyond a window."""
+
+    windows = 0
+
+    def start(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Do it; raises what it raises."""
+        done: Future[T] = Future()
+        done.set_result(work(*args, **kwargs))
+        return done
+
+
+class Ahead(Now):
+    """Reads in threads, one a processor: a context that ends them, and what has not begun."""
+
+    windows = WINDOWS
+
+    def __init__(self) -> None:
+        count = max(1, min(THREADS_MAX, len(os.sched_getaffinity(0))))
+        self._pool = ThreadPoolExecutor(count, thread_name_prefix="adacheck-read")
+
+    def start(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Have it done; the future raises what it raises."""
+        return self._pool.submit(work, *args, **kwargs)
+
+    def __enter__(self) -> Ahead:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:  # fmt: skip
+        self._pool.shutdown(cancel_futures=True)
+
+
+NOW = Now()

@@ -1,0 +1,149 @@
+"""A window of a fold: the elements of a section that are folded while they lie in the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import torch
+
+from adacheck_store.format.bodies import Grad, SectionState, grad_array
+from adacheck_store.format.layout import Section, Slice
+
+from .arrays import from_typed
+from .engines import Piece
+
+_HALVES = (torch.bfloat16, torch.float32)
+
+
+@dataclass(slots=True)
+class Run:
+    """Gradients of neighbouring pieces, one range of a delta's array, on their way here."""
+
+    grad: Grad
+    pieces: Sequence[Piece]
+    kept: Future[torch.Tensor]
+
+
+Updates = list[tuple[int, Sequence[Piece], Sequence[Run]]]
+"""A delta's updates of a section: their number, the pieces that step, and their gradients."""
+
+
+@dataclass(slots=True)
+class Window:
+    """Elements start..stop of a section: memory by role, pieces of slices, what is being read.
+
+    ``updates`` are those of each delta.
+    """
+
+    section: Section
+    start: int
+    stop: int
+    views: Mapping[str, torch.Tensor]
+    pieces: Sequence[Piece]
+    loads: list[Future[None]] = field(default_factory=list)
+    updates: list[Updates] = field(default_factory=list)
+
+
+def pieces_of(
+    section: Section, start: int, stop: int, views: Mapping[str, torch.Tensor],
+    scratch: torch.Tensor, state: SectionState | None,
+) -> list[Piece]:  # fmt: skip
+    """The slices' cuts in a window, with the counters that ``state`` gives; ``scratch`` takes
+    their gradients."""
+    pieces = []
+    for index, item in enumerate(section.slices):
+        low, high = max(item.offset, start), min(item.offset + item.elements, stop)
+        if low >= high and not _empty_here(section, item, start, stop):
+            continue
+        high = max(low, high)
+        cut = slice(low - start, high - start)
+        present = bool(state and state.present[index])
+        scalars = {}
+        if state and present:
+            scalars = {
+                name: from_typed(values[index])
+                for name, values in state.scalars.items()
+                if values[index] is not None
+            }
+        pieces.append(
+            Piece(
+                slice=index, group=item.group, start=low - item.offset,
+                stop=high - item.offset, param=_shaped(item, views[section.main_role][cut]),
+                grad=_shaped(item, scratch[cut]),
+                roles={
+                    role: _shaped(item, view[cut])
+                    for role, view in views.items() if role != section.main_role
+                },
+                present=present, scalars=scalars,
+            )
+        )  # fmt: skip
+    return pieces
+
+
+def runs_of(
+    section: Section, number: int, grads: Mapping[tuple[str, int], Grad], pieces: Sequence[Piece]
+) -> Iterator[tuple[Grad, Sequence[Piece], str, int, int]]:
+    """The pieces' gradients, neighbours in one run: first gradient, pieces, and the array's name
+    with the first and last element."""
+    at = 0
+    while at < len(pieces):
+        first = grads[section.name, pieces[at].slice]
+        shift = _shift(section, pieces[at], first)
+        end = at + 1
+        while end < len(pieces):
+            grad = grads[section.name, pieces[end].slice]
+            if (grad.encoding, grad.scale) != (first.encoding, first.scale):
+                break
+            if _shift(section, pieces[end], grad) != shift:
+                break
+            end += 1
+        begin = first.offset + pieces[at].start
+        name = grad_array(number, first.section, first.encoding)
+        yield first, pieces[at:end], name, begin, begin + _target(pieces[at:end]).numel()
+        at = end
+
+
+def decode(run: Run, halves: bool) -> None:
+    """Fill the pieces' gradients; with ``halves`` bfloat16 is left to the engine as it is."""
+    kept, target = run.kept.result(), _target(run.pieces)
+    if halves and run.grad.scale is None and (kept.dtype, target.dtype) == _HALVES:
+        for piece in run.pieces:
+            at = piece.grad.storage_offset() - target.storage_offset()
+            piece.kept = kept[at : at + piece.grad.numel()]
+        return
+    if run.grad.scale is not None:
+        kept = kept.to(torch.float32).mul_(_scale(run.grad.scale))
+    target.copy_(kept)
+
+
+def _target(pieces: Sequence[Piece]) -> torch.Tensor:
+    """The scratch memory from the first piece's gradient to the end of the last one's."""
+    target = pieces[0].grad.reshape(-1)
+    if len(pieces) > 1:
+        last = pieces[-1].grad
+        span = last.storage_offset() + last.numel() - target.storage_offset()
+        target = target.as_strided((span,), (1,))
+    return target
+
+
+def _empty_here(section: Section, item: Slice, start: int, stop: int) -> bool:
+    """An empty slice has counters to step: it belongs to the window its offset falls into."""
+    at = max(0, min(item.offset, section.elements - 1))
+    return item.elements == 0 and start <= at < max(stop, 1)
+
+
+def _shaped(item: Slice, flat: torch.Tensor) -> torch.Tensor:
+    """A cut as the engine takes it: flat, but a scalar stays one, for it promotes differently."""
+    return flat.reshape(()) if item.shape == () else flat
+
+
+def _shift(section: Section, piece: Piece, grad: Grad) -> int:
+    return grad.offset - section.slices[piece.slice].offset
+
+
+def _scale(bits: int) -> torch.Tensor:
+    return torch.tensor(bits - 2**32 if bits >= 2**31 else bits, dtype=torch.int32).view(
+        torch.float32
+    )
