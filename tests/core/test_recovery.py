@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from adacheck_store.catalog import Catalog, Gaps, RecordRef
 from adacheck_store.format.errors import NotProvableError, RestoreError
 from adacheck_store.format.manifest import Manifest, PartEntry
+from adacheck_store.format.redundancy import HeldPart, Redundancy
 from adacheck_store.recovery import Prover, RestorePlan, nearer, plan_restore, tolerant_line
 from tests.core.histories import RUN, TIERS, Author, History, Oracle, damaged, digest
 
@@ -201,3 +202,35 @@ def test_a_gap_of_any_length_is_planned_in_no_time() -> None:
     assert gaps.spans == ((1, 3), (5, 10**12))
     found = [step for step in (0, 1, 3, 4, 5, 10**9, 10**12, 10**12 + 1) if step in gaps]
     assert found == [1, 3, 5, 10**9, 10**12]
+
+
+def shared(catalog: Catalog, layout: str, *, step: int, agreed: int) -> Catalog:
+    """The catalog with a revision that says who writes what, from a step on."""
+    ((identity, first),) = catalog.manifests.items()
+    found = Redundancy(
+        k=0, policy="agent", agreed=agreed, nodes=(("n", "n"),), ranks=(0,), sets=(),
+        names=(), grounds=(), parts=(HeldPart(degree="none", holders=(), states=()),),
+    )  # fmt: skip
+    parts = (PartEntry(name=P, layout=layout),)
+    revision = replace(first, step=step, previous=identity, parts=parts, redundancy=found)
+    return replace(catalog, manifests={identity: first, digest("m", step): revision})
+
+
+def test_a_part_that_has_not_followed_a_revision_proves_nothing() -> None:
+    """Its records hold other tensors than the others rely on; before the revision all is well."""
+    assert plan_restore(shared(chain(12, 4), digest("l"), step=6, agreed=6)).step == 12
+    catalog = shared(chain(12, 4), digest("other"), step=6, agreed=6)
+    assert plan_restore(catalog).step == 5
+    with pytest.raises(NotProvableError, match="holds other tensors than the manifest says"):
+        plan_restore(catalog, 8)
+
+
+def test_steps_at_which_copies_may_have_differed_are_given_by_name_alone() -> None:
+    """One of them was kept, and nobody knows for how long all had it."""
+    whole = shared(chain(8, 4), digest("l"), step=8, agreed=5)
+    assert plan_restore(whole).step == 8
+    left = whole.without({("near", "b8"), ("near", "d8")})
+    plan = plan_restore(left)
+    assert plan.step == 5
+    assert any("equal at step 5, and no longer at step 8" in reason for reason in plan.reasons)
+    assert plan_restore(left, 7).step == 7
