@@ -16,8 +16,7 @@ from adacheck_store.candidates import Outcome, carry_out
 from adacheck_store.fetch import Fetcher
 from adacheck_store.fold import Fold, FoldReport
 from adacheck_store.format.dtypes import SAFETENSORS_DTYPES
-from adacheck_store.format.errors import UnsupportedError, UsageError
-from adacheck_store.format.layout import Layout
+from adacheck_store.format.errors import UsageError
 from adacheck_store.recovery import RestorePlan
 from adacheck_store.restore import (
     Certificate,
@@ -30,7 +29,7 @@ from adacheck_store.store import Store
 from adacheck_store.tiers import durable
 from adacheck_store.tiers.medium import translate
 
-from .export import ExportPlan, FileSink, counters, finish
+from .export import ExportPlan, FileSink, PartNeeds, counters, finish
 from .rows import Progress, choose_run, silent
 from .show import readable
 
@@ -62,7 +61,7 @@ class RestoredFile:
 class _Written:
     """What one attempt has written."""
 
-    report: FoldReport
+    reports: list[FoldReport]
     tensors: int
 
 
@@ -108,7 +107,7 @@ def _row(done: Outcome[_Written], path: str, size: int, unread: tuple[str, ...])
     return RestoredFile(
         run=done.plan.run, term=done.plan.term, step=done.plan.step, path=path, nbytes=size,
         tensors=done.result.tensors, lost=done.lost, reasons=(*done.reasons, *unread),
-        certificate=certify(done.plan, [done.result.report], done.fetcher),
+        certificate=certify(done.plan, done.result.reports, done.fetcher),
         tiers=dict(done.fetcher.used),
     )  # fmt: skip
 
@@ -139,45 +138,46 @@ def _publish(file: int, draft: Path, path: Path, force: bool) -> None:
 def _write(
     store: Store, fetcher: Fetcher, plan: RestorePlan, file: int, progress: Progress
 ) -> _Written:
-    """Fold the plan's one part into the file, from its beginning."""
-    if len(plan.parts) != 1:
-        raise UnsupportedError(
-            f"a run of {len(plan.parts)} parts, which one file cannot hold yet", run=plan.run
-        )
+    """Fold the plan's parts into the file, one after the other, from its beginning."""
     for refs in plan.extras.values():
         read_extra(fetcher, refs)  # a step without its extras does not exist
-    part = plan.parts[0]
-    layout = open_layout(store.tiers, plan.run, part.layout)
-    fold = open_fold(fetcher, layout, part)
-    export = _plan_export(layout, fold)
-    head = _metadata(plan, layout, fold)
+    layouts = [open_layout(store.tiers, plan.run, part.layout) for part in plan.parts]
+    folds = [
+        open_fold(fetcher, layout, part)
+        for layout, part in zip(layouts, plan.parts, strict=True)
+    ]  # fmt: skip
+    export = ExportPlan([_needs(fold) for fold in folds])
+    head = _metadata(plan, folds)
     room = export.room(len(json.dumps(head)) * 2 + _METADATA_BYTES)
     os.ftruncate(file, 0)
     os.ftruncate(file, room + export.nbytes)
-    sink = FileSink(file, room, export)
-    for _ in fold.steps(sink):
-        progress(f"step {plan.step} of run {plan.run}", sink.written, export.nbytes)
-    report = fold.report
-    scalars = counters(layout, report.states)
-    head["certificate"] = _dump(dataclasses.asdict(certify(plan, [report], fetcher)))
+    before = 0
+    for number, fold in enumerate(folds):
+        sink = FileSink(file, room, export, number)
+        for _ in fold.steps(sink):
+            done = before + sink.written
+            progress(f"step {plan.step} of run {plan.run}", done, export.nbytes)
+        before += sink.written
+    reports = [fold.report for fold in folds]
+    scalars = counters([(fold.layout, fold.report.states) for fold in folds])
+    head["certificate"] = _dump(dataclasses.asdict(certify(plan, reports, fetcher)))
     finish(file, room, export, scalars, head)
-    return _Written(report, len(export.entries) + len(scalars))
+    return _Written(reports, len(export.entries) + len(scalars))
 
 
-def _plan_export(layout: Layout, fold: Fold) -> ExportPlan:
-    sections = [section for section in layout.sections if section.slices]
-    return ExportPlan(
-        layout,
-        {section.name: fold.roles(section) for section in sections},
-        {section.name: fold.present(section) for section in sections},
+def _needs(fold: Fold) -> PartNeeds:
+    return PartNeeds(
+        fold.layout,
+        {section.name: fold.roles(section) for section in fold.layout.sections},
+        {section.name: fold.present(section) for section in fold.layout.sections},
     )
 
 
-def _metadata(plan: RestorePlan, layout: Layout, fold: Fold) -> dict[str, str]:
+def _metadata(plan: RestorePlan, folds: list[Fold]) -> dict[str, str]:
     """What the file says beside its tensors; every value is text, most of them JSON."""
     aliases: dict[str, str] = {}
     dtypes: dict[str, str] = {}
-    for section in layout.sections:
+    for section in [section for fold in folds for section in fold.layout.sections]:
         for piece in section.slices:
             aliases |= {f"model/{alias}": f"model/{piece.name}" for alias in piece.aliases}
             for role, dtype in section.roles:
@@ -191,26 +191,32 @@ def _metadata(plan: RestorePlan, layout: Layout, fold: Fold) -> dict[str, str]:
         "step": str(plan.step),
         "term": plan.term,
         "manifest": plan.manifest_id,
-        "optimizers": _dump(_optimizers(layout, fold)),
+        "optimizers": _dump(_optimizers(folds)),
         "aliases": _dump(aliases),
         "dtypes": _dump(dtypes),
     }
 
 
-def _optimizers(layout: Layout, fold: Fold) -> list[Any]:
-    """Per optimizer its class, and per group its hyper-parameters and the names of its tensors."""
+def _optimizers(folds: list[Fold]) -> list[Any]:
+    """Per optimizer its class, and per group its hyper-parameters and the names of its tensors.
+
+    Ranks have the same optimizers and groups; the names are those of all parts, each once.
+    """
+    first = max(folds, key=lambda fold: len(fold.layout.optimizers))
+    sections = [section for fold in folds for section in fold.layout.sections]
     found = []
-    for index, name in enumerate(layout.optimizers):
-        boundary = fold.report.boundary
+    for index, name in enumerate(first.layout.optimizers):
+        boundary = first.report.boundary
         groups = [readable(dict(group)) for group in boundary[index]] if boundary else []
         for number, group in enumerate(groups):
-            group["params"] = [
+            named = [
                 piece.name
-                for section in layout.sections
+                for section in sections
                 if section.optimizer == index
                 for piece in section.slices
                 if piece.group == number
             ]
+            group["params"] = list(dict.fromkeys(named))
         found.append({"class": name, "groups": groups})
     return found
 

@@ -175,6 +175,19 @@ def evaluate(model, number: int) -> None:
         model.train()
 
 
+def dump(model, file: str, rank: int) -> None:
+    """Write the whole parameters, as all ranks together have them, to a file of rank 0."""
+    import safetensors.torch
+
+    if hasattr(model, "reshard"):
+        model.reshard()
+    found = {}
+    for name, p in model.named_parameters():
+        found[name] = (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().contiguous()
+    if rank == 0:
+        safetensors.torch.save_file(found, file)
+
+
 def told(report, model, optimizer, schedule) -> dict:
     """A restore as a row of a journal."""
     return {
@@ -284,6 +297,8 @@ def _train(out: str, rank: int, ranks: int, port: int, prefix: str, kind: str, o
                       touched=digest(model, optimizer, schedule) != before)  # fmt: skip
                 return
             write(**told(report, model, optimizer, schedule))
+            if options.get("dump"):
+                dump(model, options["dump"], rank)
             if options.get("inspect"):
                 return
             for number, batch in enumerate(ckpt.batches(loader), report.step + 1):

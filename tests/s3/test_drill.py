@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import safetensors.torch
+import torch
 
 from adacheck_store.tiers.s3_place import parse_s3
 from tests.ranks.worker import OBJECT_LAG, STEPS, WINDOW, Attempt, Launcher, check_against
@@ -112,20 +114,28 @@ def lost(
 
 def test_restored_from_the_url_alone(
     trained: tuple[Launcher, list[dict[int, tuple[str, str]]]], lost: tuple[Place, Attempt],
-    real: Server,
+    real: Server, tmp_path: Path,
 ) -> None:  # fmt: skip
-    """By one call, to the newest step S3 has; then on to the same end."""
+    """By the command and by one call, to the newest step S3 has; then on to the same end."""
     (launcher, reference), (place, first) = trained, lost
     newest = place.newest(launcher.ranks)
     assert first.last_step() - newest <= OBJECT_LAG + WINDOW + 1
     check_against(reference, first)
-    place = place.copy()
-    second = place.start(launcher, "second")
+    place, file = place.copy(), tmp_path / "restored.safetensors"
+    code, document = cli_json("restore", place.url, file)
+    assert code == 0, document
+    assert document["rows"][0]["step"] == newest
+    second = place.start(launcher, "second", dump=str(tmp_path / "dumped.safetensors"))
     assert second.wait() == [0] * launcher.ranks
     check_against(reference, second)
     assert second.every("restored") == [newest] * launcher.ranks
     assert second.every("restored", "tiers") == [["zarr"]] * launcher.ranks
     assert second.every("final", "digest") == [known[STEPS][0] for known in reference]
+    written = safetensors.torch.load_file(file)
+    dumped = safetensors.torch.load_file(tmp_path / "dumped.safetensors")
+    assert {name for name in written if name.startswith("model/")} == {f"model/{n}" for n in dumped}
+    for name, tensor in dumped.items():
+        assert torch.equal(written[f"model/{name}"], tensor), name
     assert place.newest(launcher.ranks) == STEPS
 
 

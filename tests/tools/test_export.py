@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import struct
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from adacheck_store.format.bodies import SectionState
 from adacheck_store.format.dtypes import ITEM_BYTES, SAFETENSORS_DTYPES
 from adacheck_store.format.errors import UnsupportedError
 from adacheck_store.format.layout import Layout, Section, Slice, align, whole_box
-from adacheck_store.tools.export import ExportPlan, FileSink, counters, finish
+from adacheck_store.tools.export import ExportPlan, FileSink, PartNeeds, counters, finish, runs_of
 
 
 def section_of(name: str, dtype: str, shapes: list[tuple[int, ...]], state: bool) -> Section:
@@ -37,7 +38,7 @@ def export(layout: Layout, path: Path, window: int) -> dict[str, torch.Tensor]:
     """Write random arrays through the sink, window by window; the expected tensors."""
     roles = {s.name: [role for role, _ in s.roles] for s in layout.sections}
     present = {s.name: [index % 2 == 0 for index in range(len(s.slices))] for s in layout.sections}
-    plan = ExportPlan(layout, roles, present)
+    plan = ExportPlan([PartNeeds(layout, roles, present)])
     expected: dict[str, torch.Tensor] = {}
     states = {}
     with path.open("wb+") as file:
@@ -74,7 +75,7 @@ def export(layout: Layout, path: Path, window: int) -> dict[str, torch.Tensor]:
                 states[section.name] = SectionState(
                     present=tuple(present[section.name]), scalars={"step": steps}
                 )
-        finish(file.fileno(), room, plan, counters(layout, states), {"run": "r"})
+        finish(file.fileno(), room, plan, counters([(layout, states)]), {"run": "r"})
     return expected
 
 
@@ -132,7 +133,7 @@ def test_tensors_lie_aligned(tmp_path: Path) -> None:
 
 
 def test_pieces_are_refused() -> None:
-    """A tensor in pieces, or of one mesh coordinate, is not written as if it were whole."""
+    """A tensor of which pieces lack, or of one rank, is not written as if it were whole."""
     section = section_of("s0", "F32", [(4,)], True)
     for change in ({"boxes": (((0, 2),),)}, {"scope": "tp=0"}):
         piece = Slice(**{
@@ -140,8 +141,34 @@ def test_pieces_are_refused() -> None:
             **change,
         })  # fmt: skip
         bent = Section(name="s0", optimizer=0, roles=section.roles, slices=(piece,))
-        with pytest.raises(UnsupportedError, match="'w'"):
-            ExportPlan(Layout(optimizers=("x",), sections=(bent,)), {"s0": []}, {"s0": [True]})
+        layout = Layout(optimizers=("x",), sections=(bent,))
+        with pytest.raises(UnsupportedError, match="w'"):
+            ExportPlan([PartNeeds(layout, {"s0": []}, {"s0": [True]})])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_runs_are_where_the_pieces_elements_are(seed: int) -> None:
+    """Of any box of any tensor, and of several: as indexing the tensor has them."""
+    choose = random.Random(seed)
+    shape = tuple(choose.randrange(1, 5) for _ in range(choose.randrange(0, 5)))
+    whole = torch.arange(torch.Size(shape).numel()).reshape(shape)
+    boxes = []
+    for _ in range(2):
+        sides = [sorted((choose.randrange(n + 1), choose.randrange(n + 1))) for n in shape]
+        boxes.append(tuple((a, b) for a, b in sides))
+    piece = Slice(name="w", shape=shape, boxes=tuple(boxes), offset=0)
+    wanted = [whole[tuple(slice(a, b) for a, b in box)].reshape(-1) for box in boxes]
+    found, at = [], 0
+    for begin, target, length in runs_of(piece):
+        assert begin == at
+        assert length > 0
+        at += length
+        found += range(target, target + length)
+    assert found == torch.cat(wanted).tolist()
+    flat = Slice(name="w", shape=(10,), boxes=(), flat=(3, 7), offset=0)
+    assert runs_of(flat) == [(0, 3, 4)]
+    (run,) = runs_of(Slice(name="w", shape=shape, boxes=(whole_box(shape),), offset=0))
+    assert run == (0, 0, whole.numel()), "a whole tensor is one run"
 
 
 def test_memory_is_that_of_a_window(tmp_path: Path) -> None:
@@ -149,7 +176,7 @@ def test_memory_is_that_of_a_window(tmp_path: Path) -> None:
     layout = Layout(
         optimizers=("torch.optim.AdamW",), sections=(section_of("s0", "F32", [(10**5,)], True),)
     )
-    plan = ExportPlan(layout, {"s0": ["param", "exp_avg"]}, {"s0": [True]})
+    plan = ExportPlan([PartNeeds(layout, {"s0": ["param", "exp_avg"]}, {"s0": [True]})])
     with (tmp_path / "out").open("wb+") as file:
         sink = FileSink(file.fileno(), 64, plan)
         for start in range(0, 10**5, 640):
