@@ -24,12 +24,14 @@ class Ceiling:
     reached: int
     deaths: int
 
-    def __str__(self) -> str:
+    @property
+    def why(self) -> str:
+        """The deaths, in words."""
         who = f"{self.deaths} attempts in a row have" if self.deaths > 1 else "one attempt has"
-        return (
-            f"steps after {self.step} are passed over: {who} died without getting past step "
-            f"{self.reached}"
-        )
+        return f"{who} died without getting past step {self.reached}"
+
+    def __str__(self) -> str:
+        return f"steps after {self.step} are passed over: {self.why}"
 
 
 def ceiling_of(catalog: Catalog, term: str, max_deaths: int) -> Ceiling | None:

@@ -284,9 +284,9 @@ def plan_restore(
 ) -> RestorePlan:
     """The newest provable step of the line that is not above ``ceiling``, or the step asked for.
 
-    Raises `RestoreError` for a run without history and where all is above the ceiling,
-    `NotProvableError` naming the reasons and, for a step asked for, the nearest steps that are
-    provable.
+    Where all that is provable is above the ceiling it is the oldest of that. Raises `RestoreError`
+    for a run without history, `NotProvableError` naming the reasons and, for a step asked for, the
+    nearest steps that are provable.
     """
     line = tolerant_line(catalog, term)
     prover = Prover(catalog, line)
@@ -307,7 +307,7 @@ def plan_restore(
             return replace(plan, newest=newest, reasons=tuple(reasons), passed_over=over)
         reasons.append(plan)
     if ceiling is not None and (steps := prover.provable_steps()):
-        raise _nothing_older(catalog, ceiling, steps)
+        return _oldest(prover, ceiling, steps, newest)
     summary = "; ".join(reasons[:5]) or "no base and no delta"
     if line[0].manifest.parent_term:
         summary += f"; the manifest of the term before, {line[0].manifest.parent_term}, is missing"
@@ -317,14 +317,17 @@ def plan_restore(
     )  # fmt: skip
 
 
-def _nothing_older(catalog: Catalog, ceiling: Ceiling, steps: Sequence[int]) -> RestoreError:
-    """The refusal where only steps above the ceiling are provable."""
-    return RestoreError(
-        f"{ceiling}; no older step can be proven, only those from {steps[0]} to {steps[-1]}",
-        run=catalog.run, step=steps[-1],
-        hint=f"find out why (the processes' own output says it); restore(step={steps[-1]}) begins "
-        "at that step all the same, and the count anew",
-    )  # fmt: skip
+def _oldest(
+    prover: Prover, ceiling: Ceiling, steps: Sequence[int], newest: int
+) -> RestorePlan:  # fmt: skip
+    """The oldest provable step where nothing provable is as old as the ceiling asks for."""
+    plan = prover.prove(steps[0])
+    assert isinstance(plan, RestorePlan)
+    over = (
+        f"{ceiling.why}, and none that is old enough to be tried now can be proven: this begins at "
+        f"the oldest that can, {steps[0]} (newest: {steps[-1]}); find out why attempts die"
+    )
+    return replace(plan, newest=newest, reasons=(over,), passed_over=over)
 
 
 def nearer(plan: RestorePlan, catalog: Catalog, near: Nearness) -> RestorePlan:

@@ -10,7 +10,6 @@ import pytest
 
 from adacheck_store.catalog import Catalog, RecordRef
 from adacheck_store.deaths import ceiling_of
-from adacheck_store.format.errors import RestoreError
 from adacheck_store.format.manifest import Claim, Manifest, PartEntry
 from adacheck_store.recovery import plan_restore
 from tests.core.histories import RUN, digest
@@ -153,7 +152,7 @@ def test_what_one_part_or_rank_has_not_written_is_not_reached(short: str) -> Non
     assert found.step == 49
 
 
-def test_a_poisoned_step_is_left_behind_or_the_run_refuses() -> None:
+def test_a_poisoned_step_is_left_behind_further_and_further() -> None:
     """Whatever an attempt below the ceiling gets back to, the next one begins lower."""
     attempts = [first(1000)]
     starts = []
@@ -164,7 +163,7 @@ def test_a_poisoned_step_is_left_behind_or_the_run_refuses() -> None:
 
 
 def test_the_plan_is_below_the_ceiling() -> None:
-    """It says why; where no older step is left the refusal names the way out."""
+    """It says why; where no older step is left it is the oldest there is, and that is said."""
     catalog = chain(50, 8)
     ceiling = ceiling_of(catalog_of([first(50), *[dead(50)] * 3, dead(49, 50)]), NOW, 3)
     plan = plan_restore(catalog, ceiling=ceiling)
@@ -180,6 +179,10 @@ def test_the_plan_is_below_the_ceiling() -> None:
 
     pruned = catalog.without(("near", f"b{step}") for step in range(0, 48, 8))
     assert plan_restore(pruned).step == 50
-    with pytest.raises(RestoreError, match="only those from 48 to 50") as caught:
-        plan_restore(pruned, ceiling=ceiling)
-    assert "restore(step=50)" in caught.value.hint
+    oldest = plan_restore(pruned, ceiling=ceiling)
+    assert (oldest.step, oldest.newest) == (48, 50)
+    assert oldest.passed_over == oldest.reasons[0]
+    assert oldest.passed_over.startswith(
+        "4 attempts in a row have died without getting past step 50"
+    )
+    assert "begins at the oldest that can, 48 (newest: 50); find out why" in oldest.passed_over
