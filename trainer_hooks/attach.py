@@ -73,9 +73,9 @@ def attach(
     With ``sigterm_grace_s`` SIGTERM, to any rank, ends the run within so many seconds: all ranks
     leave the loop at one boundary by `Stopped`, a `SystemExit` of 143, and store what they can.
     After ``max_deaths`` attempts in a row that died without getting past the newest step (0: never)
-    `restore` begins at an older one.
-    Ranks compare what they have in the first steps; what is proven to be on several is written by
-    one, unless ``redundancy`` is ``off``. What is not supported is refused before anything is done.
+    `restore` begins at an older one. Ranks compare what they have in the first
+    steps; what is proven to be on several is written by one, unless ``redundancy`` is ``off`` or
+    there are agents. What is not supported is refused before anything is done.
     """
     ranks = find_group() if group is None else group
 
@@ -87,7 +87,7 @@ def attach(
             object_lag=object_lag, keep_bases=keep, start_step=start_step, resume=resume,
             strict=strict, lmdb_bytes=lmdb_bytes, bounded_every=bounded_every,
             max_drift=max_drift, k=k, sigterm_grace_s=sigterm_grace_s, max_deaths=max_deaths,
-            redundancy=redundancy,
+            redundancy=redundancy if agents is None else "off",
         )  # fmt: skip
 
     settings = together(ranks, "arguments of attach", checked)
