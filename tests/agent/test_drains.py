@@ -53,7 +53,8 @@ def test_far_tier_that_fails_and_one_that_hangs(here: Node, tmp_path: Path) -> N
         hangs.unlink()
         until(lambda: far(here)["busy_s"] < 0.2, "it goes on")
         free += took(20)
-    assert statistics.median(hanging) <= 2.0 * statistics.median(free)
+    # A step that waited for the far tier would take as long as that hangs: no question of a few ms.
+    assert statistics.median(hanging) <= max(2.0 * statistics.median(free), 0.05)
     flood.session.flush(60.0)
     assert (far(here)["waiting_records"], far(here)["lag_steps"], far(here)["lag_s"]) == (0, 0, 0)
     assert flood.session.status().drained == flood.toy.step

@@ -72,7 +72,7 @@ class Two:
 
 def test_ranks_look_in_pairs_and_then_where_bases_are_due():
     """At the boundary before, too; a change of the model begins anew."""
-    detection = Detection(Two(), Settings(base_every=20))
+    detection = Detection(Two(), Settings(base_every=20, redundancy="auto"))
     looked = [step for step in range(1, 70) if detection.due(step)]
     assert looked == [1, 2, 3, 4, 7, 8, 15, 16, 19, 20, 39, 40, 59, 60]
     detection.begin(30, True)

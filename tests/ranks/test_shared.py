@@ -181,6 +181,24 @@ def test_off_keeps_all_that_each_rank_has(tmp_path, trained):
     assert after.every("restored") == [STEPS, STEPS]
 
 
+def test_switched_off_again(tmp_path, trained):
+    """What was shared is read, and each rank writes all that it has from there on."""
+    launcher, reference = trained
+    store = tmp_path / "store"
+    first = launcher.start(store, given=KEPT)
+    first.until(13)
+    first.kill(1)
+    off = {rank: {"redundancy": "off"} for rank in (0, 1)}
+    second = launcher.start(store, given=off)
+    assert second.wait() == [0, 0]
+    check_against(reference, second)
+    assert min(second.every("restored")) >= 13 - 3
+    assert second.every("final", "digest") == [known[STEPS][0] for known in reference]
+    assert second.every("stored", "redundancy") == ["off", "off"]
+    sizes = kept(store, STEPS)
+    assert sizes["p000000"] == sizes["p000001"]
+
+
 def die_in_the_exchange(rank: int) -> None:
     """Rank 1 dies when it has looked, and is to tell what it saw."""
     from adacheck_store.trainer_hooks.ranks import StoreGroup

@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 STEPS = 24
@@ -281,6 +282,7 @@ def _train(out: str, rank: int, ranks: int, port: int, prefix: str, kind: str, o
             "resume": options.get("resume", "auto"),
         }  # fmt: skip
         given |= options.get("given", {}).get(rank, {})
+        given.setdefault("redundancy", "off" if given.get("agents") else "auto")
         exchanged = options.get("before_attach", _nothing)(rank)
         try:
             ckpt = attach(model, optimizer, **given)
@@ -396,8 +398,9 @@ class Attempt:
         return all(process.is_alive() for process in self.processes)
 
     def terminate(self, rank: int) -> None:
-        """SIGTERM to one rank."""
-        os.kill(self.processes[rank].pid, signal.SIGTERM)
+        """SIGTERM to one rank, if it has not ended by then."""
+        with suppress(ProcessLookupError):
+            os.kill(self.processes[rank].pid, signal.SIGTERM)
 
     def kill(self, first: int = 0) -> None:
         """SIGKILL to one rank, and then, as a launcher would, to the others."""
