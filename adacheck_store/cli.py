@@ -85,7 +85,7 @@ def main() -> None:
     """Keep a checkpoint of a training run at every step, and restore it bit for bit.
 
     STORE_URL is file:///folder or a folder's path. Exit codes: 0 clean, 1 damage found, 2 misuse,
-    3 could not check.
+    3 could not check, 4 repaired.
     """
     logging.basicConfig(format="%(name)s: %(message)s", stream=sys.stderr)
 
@@ -220,17 +220,34 @@ def status_verb(store_url: str, cache: str | None, as_json: bool, run: str) -> N
 
 @main.command("fsck")
 @store_options()
+@click.option("--repair", is_flag=True, help="Rebuild from other tiers, set aside the rest.")
+@click.option("--dry-run", is_flag=True, help="With --repair: only say what would be done.")
 @click.pass_context
 def fsck_verb(
-    ctx: click.Context, store_url: str, cache: str | None, as_json: bool, run: str
-) -> None:
-    """Check every record of a store, read-only, and say which steps are provable."""
-    from adacheck_store.tools.findings import Finding, exit_code
-    from adacheck_store.tools.fsck import fsck
+    ctx: click.Context, store_url: str, cache: str | None, as_json: bool, run: str, repair: bool,
+    dry_run: bool,
+) -> None:  # fmt: skip
+    """Check every record of a store, read-only, and say which steps are provable.
 
+    With --repair what does not verify is first rebuilt from any tier that has it right; what none
+    has is moved to _aside. Ends with 4 if all could be rebuilt and the store is clean.
+    """
+    from adacheck_store.tools.findings import CLEAN, DAMAGED, REPAIRED, Finding, exit_code
+    from adacheck_store.tools.fsck import fsck
+    from adacheck_store.tools.repair import REBUILT
+    from adacheck_store.tools.repair import repair as mend
+
+    if dry_run and not repair:
+        raise click.UsageError("--dry-run belongs to --repair")
+    rows: list[Any] = []
     with open_url(store_url, cache) as store, progress_bar() as tell:
-        rows = list(fsck(store, run, tell))
+        if repair:
+            rows += mend(store, run, dry_run=dry_run, progress=tell)
+        repaired = [row.done for row in rows]
+        rows += fsck(store, run, tell)
     code = exit_code(row for row in rows if isinstance(row, Finding))
+    if repaired and code == CLEAN:
+        code = REPAIRED if set(repaired) == {REBUILT} else DAMAGED
     _show_rows("findings", store_url, rows, as_json, exit_code=code)
     ctx.exit(code)
 

@@ -39,6 +39,9 @@ from .zarr_writer import Arrival, plan, take_group, take_pack
 
 __all__ = ["ZarrTier", "open_marked"]
 
+ASIDE = "_aside/"
+"""Where objects of records lie that are set aside: no key, and no run's name, begins so."""
+
 _TAIL = f"/{DOCUMENT}"
 _CACHE_GROUPS = 32
 
@@ -151,6 +154,25 @@ class ZarrTier(Tier):
                 self._forget_group(str(key))
             self._links.forget()
 
+    def set_aside(self, key: str) -> None:
+        """Move what lies at a record's or pack's key below `ASIDE`, where nothing reads it.
+
+        The document goes last: a move that is cut short leaves a damaged record, not loose
+        objects, and is done again.
+        """
+        with self._placed(key):
+            parsed, names = parse_key(key), list(self.objects.list(f"{key}/"))
+            for name in names:
+                self.objects.put(f"{ASIDE}{name}", [self.objects.get(name)])
+            self.objects.sync()
+            self.objects.delete(name for name in names if name != f"{key}{_TAIL}")
+            self._remove(parsed)
+            self._shelf.drop(parsed)
+            self._forget_group(key)
+            if parsed.kind == "pack":
+                self._shelf.forget(place_of(parsed))
+            self._links.forget()
+
     def sync(self) -> None:
         """Return when all that was put is durable."""
         with self._placed():
@@ -257,6 +279,18 @@ class ZarrTier(Tier):
                 found = tuple(names)
                 if f"{owner}{_TAIL}" not in found and found != (MARKER,):
                     yield from found
+
+    def holding(self, key: str) -> tuple[Key, ...]:
+        """Keys of the packs whose range has a delta's or extra's step, readable or not."""
+        with self._placed(key):
+            parsed = parse_key(key)
+            return tuple(self._shelf.listing(place_of(parsed), fresh=True).holding(parsed.step))
+
+    def load(self, key: str) -> Pack:
+        """A pack by its key; raises `RecordNotFoundError` or `MalformedError`."""
+        with self._placed(key):
+            self._shelf.drop(parse_key(key))
+            return self._shelf.load(parse_key(key))
 
     def packs(self, prefix: str) -> Iterator[Pack]:
         """Documents of the packs below a prefix that verify; for fsck and statistics."""

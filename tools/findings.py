@@ -17,8 +17,8 @@ from adacheck_store.format.errors import (
 
 DAMAGE, WARNING, INFO = "damage", "warning", "info"
 
-CLEAN, DAMAGED, UNCHECKED = 0, 1, 3
-"""Exit codes of a check."""
+CLEAN, DAMAGED, UNCHECKED, REPAIRED = 0, 1, 3, 4
+"""Exit codes of a check, and of a repair after which it is clean."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from adacheck_store.tiers.lmdb_entries import PREFIX_BYTES
 from adacheck_store.tiers.lmdb_env import MARKER_KEY
 from adacheck_store.tiers.object_local import LocalObjects
 from adacheck_store.tiers.objects import Objects
-from adacheck_store.tiers.zarr import ZarrTier
+from adacheck_store.tiers.zarr import ASIDE, ZarrTier
 from adacheck_store.tiers.zarr_chunks import read_span
 from adacheck_store.tiers.zarr_meta import (
     DOCUMENT,
@@ -51,14 +51,20 @@ def _objects(tier: str, objects: Objects, run: str) -> Iterator[Finding]:
     prefix = f"{run}/" if run else ""
     if isinstance(objects, LocalObjects):
         yield from _neither(tier, Path(objects.path) / run)
+    aside = 0
     for owner, names in groupby(objects.list(prefix), key=owner_of):
         if not owner:
             for name in names:
-                if name != MARKER:
+                if name.startswith(ASIDE):
+                    aside += 1
+                elif name != MARKER:
                     yield finding("foreign", "an object that is no part of a record", tier=tier,
                                   key=name, path=f"{objects.path}/{name}")  # fmt: skip
             continue
-        yield from _group(tier, objects, parse_key(owner), list(names))
+        yield from check_group(tier, objects, parse_key(owner), list(names))
+    if aside:
+        yield finding("quarantined", f"{aside} objects that a repair set aside", tier=tier,
+                      path=f"{objects.path}/{ASIDE}")  # fmt: skip
     count = 0 if run else objects.unfinished()
     if count:
         yield finding("unfinished", f"{count} objects that were never named", tier=tier,
@@ -88,7 +94,7 @@ def owner_of(name: str) -> str:
     return ""
 
 
-def _group(tier: str, objects: Objects, key: Key, names: list[str]) -> Iterator[Finding]:
+def check_group(tier: str, objects: Objects, key: Key, names: list[str]) -> Iterator[Finding]:
     """The objects below a record's or pack's key: those there should be, and their documents."""
     text = str(key)
     document = f"{text}/{DOCUMENT}"
@@ -168,7 +174,7 @@ def check_overlaps(tier: Tier, run: str) -> Iterator[Finding]:
                     for one in (widest, pack):
                         if str(one.key) not in checked:
                             checked.add(str(one.key))
-                            yield from _pack_blocks(tier.traits.name, objects, one)
+                            yield from pack_blocks(tier.traits.name, objects, one)
                 if pack.key.last <= widest.key.last:
                     continue
             else:
@@ -178,7 +184,8 @@ def check_overlaps(tier: Tier, run: str) -> Iterator[Finding]:
         yield of_tier(error, tier.traits.name)
 
 
-def _pack_blocks(tier: str, objects: Objects, pack: Pack) -> Iterator[Finding]:
+def pack_blocks(tier: str, objects: Objects, pack: Pack) -> Iterator[Finding]:
+    """What is wrong with the records of one pack: heads, and every block's digest."""
     for step, packed in sorted(pack.records.items()):
         try:
             sealed = pack.head(step)

@@ -14,6 +14,7 @@ from .compact import CompactRow
 from .findings import Finding, Provable, exit_code
 from .log import FloorRow, TermRow
 from .ls import HoldingRow, RunRow
+from .repair import LEFT, RepairRow
 from .restore import RestoredFile
 from .show import RecordRow, StepRow
 from .status import Row, TierRow, TroubleRow
@@ -196,8 +197,16 @@ def _print_tree(console: Console, value: Mapping[str, Any], depth: int) -> None:
             console.print(f"{lead}: {_text(item)}")
 
 
-def print_findings(console: Console, rows: list[Finding | Provable]) -> None:
-    """Findings by severity, provable steps, and the result in a line."""
+def print_findings(console: Console, rows: list[RepairRow | Finding | Provable]) -> None:
+    """Repairs, findings by severity, provable steps, and the result in a line."""
+    _print(
+        console, _table("Repairs", "tier", "was", "done", "key", "why"),
+        (
+            (r.tier, r.was, r.done if r.applied or r.done == LEFT else f"to be {r.done}", r.key,
+             r.why)
+            for r in rows if isinstance(r, RepairRow)
+        ),
+    )  # fmt: skip
     findings = [row for row in rows if isinstance(row, Finding)]
     for severity, style in _STYLES.items():
         counts: dict[tuple[str, str], int] = {}

@@ -1,0 +1,366 @@
+"""Repair a store: rebuild what does not verify from whatever holds it right, set aside the rest.
+
+A record is rebuilt by putting it again: block by block, each from a tier that has it right, so
+what is written verifies or is not written. What no tier can rebuild is moved out of the way, never
+deleted, and only where every tier could be read. Killed anywhere and run again it ends the same.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+
+from adacheck_store.catalog import Catalog, RecordRef, read_catalog
+from adacheck_store.drain import TierSource, in_batches
+from adacheck_store.fetch import Fetcher
+from adacheck_store.format.errors import AdaCheckError, FormatError, RecordNotFoundError
+from adacheck_store.format.head import SealedHead, check_key
+from adacheck_store.format.keys import Key, layout_key, manifest_key, parse_key
+from adacheck_store.format.record import Block, verify_block
+from adacheck_store.store import Store
+from adacheck_store.tiers.base import Source, Tier
+from adacheck_store.tiers.lmdb import LmdbTier
+from adacheck_store.tiers.zarr import ZarrTier
+from adacheck_store.tiers.zarr_packs import expand
+
+from .findings import DAMAGE
+from .fsck_objects import check_group, check_medium, check_overlaps, pack_blocks
+from .fsck_records import Layouts, RecordCheck
+from .rows import Progress, all_refs, choose_run, runs_of, silent
+
+REBUILT, SET_ASIDE, LEFT = "rebuilt", "set aside", "left"
+
+_TOGETHER = 64
+"""Deltas or extras put together where they are missing."""
+
+_STEPPED = ("delta", "extra")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RepairRow:
+    """What became of a record, or of a pack, in a tier; ``applied`` is False in a dry run.
+
+    ``was`` is ``damaged`` or ``missing``; ``done`` is ``rebuilt``, ``set aside`` or ``left``, and
+    ``why`` says why it could not be rebuilt.
+    """
+
+    run: str
+    tier: str
+    key: str
+    was: str
+    done: str
+    applied: bool
+    why: str = ""
+
+
+def repair(
+    store: Store, run: str = "", *, dry_run: bool = False, progress: Progress = silent
+) -> Iterator[RepairRow]:  # fmt: skip
+    """Repair every tier of a store, or one run of it; in a dry run only say what would be done.
+
+    An LMDB that a writer holds is left as it is, and so are log entries, forks, and records whose
+    bytes are what their writer wrote. Raises what a medium says that does not take a write.
+    """
+    for name in [choose_run(store, run)] if run else runs_of(store):
+        survey = _Survey(store, name, progress)
+        for tier in store.tiers:
+            yield from _TierRepair(survey, tier, dry_run).rows()
+
+
+class _Survey:
+    """What a run consists of and what is wrong with it, tier by tier, before anything is done.
+
+    ``wrong`` has the keys of records and packs by tier; ``unread`` the tiers that could not be
+    read whole: what they hold is unknown, so nothing may be given up for lost.
+    """
+
+    def __init__(self, store: Store, run: str, progress: Progress) -> None:
+        self.store, self.run = store, run
+        self.wrong: dict[str, set[str]] = defaultdict(set)
+        self.unread = {trouble.tier for trouble in store.troubles}
+        catalog = read_catalog(store.tiers, run)
+        layouts = Layouts(store.tiers, run)
+        lost: set[tuple[str, str]] = set()
+        for tier in store.tiers:
+            name = tier.traits.name
+            total = sum(ref.nbytes for ref in all_refs(catalog) if name in ref.tiers)
+            check = RecordCheck(tier, run, layouts, progress, total)
+            for found in (*check.findings(), *check_medium(tier, run), *check_overlaps(tier, run)):
+                if found.unchecked:
+                    self.unread.add(name)
+                elif found.severity == DAMAGE and found.key:
+                    self.wrong[name].add(found.key)
+            lost |= {(name, key) for key in check.lost}
+        self.sound: Catalog = catalog.without(lost)
+        self.refs: dict[str, list[RecordRef]] = defaultdict(list)
+        self.by_id: dict[str, list[RecordRef]] = defaultdict(list)
+        for ref in all_refs(catalog):
+            self.refs[ref.key].append(ref)
+            self.by_id[ref.id].append(ref)
+
+    def source(self, text: str) -> Source:
+        """A record as it can be put again; raises an `AdaCheckError` if no tier can give it."""
+        key = parse_key(text)
+        if key.kind not in ("base", *_STEPPED):
+            return self._document(key)
+        refs = self.refs[text]
+        if len({ref.id for ref in refs}) > 1:
+            raise _StandsError("several records have this key, and which is right is not guessed")
+        if not refs:
+            raise RecordNotFoundError("no tier has its head", key=text)
+        # A base may stand elsewhere under another token: equal states have equal ids.
+        error: AdaCheckError | None = None
+        for ref in (*refs, *self.by_id[refs[0].id]):
+            try:
+                return _Mended(text, self.store.tiers, ref)
+            except AdaCheckError as exc:
+                error = error or exc
+        assert error is not None
+        raise error
+
+    def _document(self, key: Key) -> Source:
+        """A layout or manifest from the first tier that has it right."""
+        if key.kind == "log":
+            raise _StandsError("what a damaged entry of the log said cannot be known")
+        for tier in self.store.tiers:
+            with suppress(AdaCheckError):
+                check_key(key, tier.head(str(key)).head)
+                return TierSource(tier, str(key))
+        raise RecordNotFoundError("no tier has it right", key=str(key))
+
+    def documents(self, tier: Tier, keys: Iterable[str]) -> list[Source]:
+        """Layouts and revisions that records name and a tier has not got right."""
+        return [self.source(text) for text in sorted(self.named(keys)) if not _head(tier, text)]
+
+    def named(self, keys: Iterable[str]) -> set[str]:
+        """Keys of the layouts and revisions that some records name."""
+        found: set[str] = set()
+        for ref in (ref for text in keys for ref in self.refs[text]):
+            if ref.layout:
+                found.add(str(layout_key(self.run, ref.layout)))
+            manifest = self.sound.manifests.get(ref.manifest)
+            if manifest is not None:
+                found.add(str(manifest_key(self.run, manifest.term, manifest.step)))
+        return found
+
+
+class _StandsError(AdaCheckError):
+    """Something that is neither rebuilt nor set aside."""
+
+
+class _Mended:
+    """A record whose every block comes from a tier that has it right; all are read when made."""
+
+    def __init__(self, key: str, tiers: Iterable[Tier], ref: RecordRef) -> None:
+        self.key, self.expected_id = key, ref.id
+        self._ref, self._fetcher = ref, Fetcher(tuple(tiers))
+        self._sealed = self._fetcher.head(ref)
+        self.sizes = {info.name: info.nbytes for info in self._sealed.head.arrays}
+        for _ in self.blocks():
+            pass
+
+    def blocks(self) -> Iterator[Block]:
+        """The record's blocks, one at a time; raises `BlocksLostError`."""
+        for info in self._sealed.head.arrays:
+            for index in range(len(info.digests)):
+                yield Block(info.name, index, self._fetcher.read(self._ref, info, index, 1))
+
+    def seal(self) -> SealedHead:
+        """The record's head."""
+        return self._sealed
+
+
+class _TierRepair:
+    """The repair of one run in one tier: documents first, then what names them."""
+
+    def __init__(self, survey: _Survey, tier: Tier, dry_run: bool) -> None:
+        self._survey, self._tier, self._dry = survey, tier, dry_run
+        self._name = tier.traits.name
+
+    def rows(self) -> Iterator[RepairRow]:
+        """What is done, record by record."""
+        wrong = sorted(self._survey.wrong[self._name], key=_order)
+        missing = _missing(self._survey, self._tier)
+        if not wrong and not missing:
+            return
+        writer: LmdbTier | None = None
+        if isinstance(self._tier, LmdbTier) and self._tier.readonly and not self._dry:
+            try:
+                writer = LmdbTier(self._tier.path, name=self._name)
+            except AdaCheckError as error:
+                for text in wrong:
+                    yield self._row(text, "damaged", LEFT, error.message)
+                return
+            self._tier = writer
+        try:
+            yield from self._missing(text for text in missing if parse_key(text).kind == "layout")
+            yield from self._missing(text for text in missing if parse_key(text).kind == "manifest")
+            for unit in dict.fromkeys(unit for text in wrong for unit in self._units(text)):
+                yield from self._damaged(unit)
+            yield from self._missing(
+                text for text in missing if parse_key(text).kind not in ("layout", "manifest")
+            )
+            if not self._dry:
+                self._tier.sync()
+        finally:
+            if writer is not None:
+                writer.close()
+
+    def _units(self, text: str) -> list[str]:
+        """What is mended as a whole: the packs that hold a record, or the record."""
+        key = parse_key(text)
+        if isinstance(self._tier, ZarrTier) and key.kind in _STEPPED:
+            return [str(pack) for pack in self._tier.holding(text)]
+        return [text]
+
+    def _damaged(self, unit: str) -> Iterator[RepairRow]:
+        if self._sound(unit):
+            return
+        key = parse_key(unit)
+        records = list(expand([key])) if key.kind == "pack" else [unit]
+        sources: list[Source] = []
+        why = ""
+        for text in records:
+            try:
+                sources.append(self._survey.source(text))
+            except _StandsError as error:
+                yield self._row(unit, "damaged", LEFT, error.message)
+                return
+            except AdaCheckError as error:
+                why = why or error.message
+        if why and self._survey.unread:
+            unread = ", ".join(sorted(self._survey.unread))
+            yield self._row(unit, "damaged", LEFT, f"{why}; not all could be read: {unread}")
+            return
+        if why and not isinstance(self._tier, ZarrTier):
+            yield self._row(unit, "damaged", LEFT, why)
+            return
+        if not self._dry:
+            self._put(sources)
+            if not self._sound(unit) and isinstance(self._tier, ZarrTier):
+                # All that can be had of it stands in a place of its own by now.
+                self._tier.sync()
+                self._tier.set_aside(unit)
+        yield self._row(unit, "damaged", SET_ASIDE if why else REBUILT, why)
+
+    def _missing(self, keys: Iterable[str]) -> Iterator[RepairRow]:
+        for batch in in_batches(keys, _TOGETHER):
+            sources: list[Source] = []
+            for text in batch:
+                try:
+                    sources.append(self._survey.source(text))
+                except AdaCheckError as error:
+                    yield self._row(text, "missing", LEFT, error.message)
+                else:
+                    yield self._row(text, "missing", REBUILT)
+            if not self._dry:
+                self._put(sources)
+
+    def _put(self, sources: list[Source]) -> None:
+        if sources:
+            keys = [source.key for source in sources]
+            self._tier.put([*self._survey.documents(self._tier, keys), *sources])
+
+    def _sound(self, unit: str) -> bool:
+        """Whether all bytes below a key are what they should be; what is gone is."""
+        tier, key = self._tier, parse_key(unit)
+        try:
+            if isinstance(tier, ZarrTier):
+                names = list(tier.objects.list(f"{unit}/"))
+                if any(f.severity == DAMAGE for f in check_group(self._name, tier.objects, key,
+                                                                 names)):  # fmt: skip
+                    return False
+                if key.kind == "pack":
+                    return not any(pack_blocks(self._name, tier.objects, tier.load(unit)))
+            head = tier.head(unit).head
+            check_key(key, head)
+            for info in head.arrays:
+                for index in range(len(info.digests)):
+                    verify_block(info, index, memoryview(tier.read(unit, info.name, index, 1)))
+        except RecordNotFoundError:
+            return not _stands(tier, unit)
+        except FormatError:
+            return False
+        return True
+
+    def _row(self, key: str, was: str, done: str, why: str = "") -> RepairRow:
+        applied = not self._dry and done != LEFT
+        return RepairRow(run=self._survey.run, tier=self._name, key=key, was=was, done=done,
+                         applied=applied, why=why)  # fmt: skip
+
+
+def _order(text: str) -> tuple[int, str]:
+    kinds = ("layout", "manifest")
+    kind = parse_key(text).kind
+    return (kinds.index(kind) if kind in kinds else len(kinds), text)
+
+
+def _head(tier: Tier, text: str) -> bool:
+    try:
+        tier.head(text)
+    except (FormatError, RecordNotFoundError):
+        return False
+    return True
+
+
+def _stands(tier: Tier, text: str) -> bool:
+    """Whether a head lies at a key, readable or not."""
+    try:
+        tier.head(text)
+    except RecordNotFoundError:
+        return False
+    except FormatError:
+        return True
+    return True
+
+
+def _missing(survey: _Survey, tier: Tier) -> list[str]:
+    """Keys that a tier should have and has not: documents, and holes of the far tier's chains.
+
+    A hole lies above the tier's floor and before its newest step of that part: what comes after is
+    the drain's to bring.
+    """
+    name = tier.traits.name
+    try:
+        have = set(tier.list(f"{survey.run}/"))
+    except AdaCheckError:
+        return []
+    held = [text for text, refs in survey.refs.items() if any(name in r.tiers for r in refs)]
+    found = survey.named(held) - have
+    if tier is survey.store.far:
+        for table in (survey.sound.deltas, survey.sound.extras):
+            for (term, _), refs in table.items():
+                found |= _holes(survey, name, term, refs)
+        found |= _bases(survey, name, found)
+    return sorted(found - have)
+
+
+def _holes(survey: _Survey, tier: str, term: str, refs: Iterable[RecordRef]) -> set[str]:
+    newest = max((ref.step for ref in refs if tier in ref.tiers), default=-1)
+    floor = _floor(survey, tier, term)
+    return {ref.key for ref in refs if tier not in ref.tiers and floor <= ref.step < newest}
+
+
+def _bases(survey: _Survey, tier: str, filled: set[str]) -> set[str]:
+    """Bases on which a delta of the tier hangs that can hang on nothing else there."""
+    found: set[str] = set()
+    for (term, part), bases in survey.sound.bases.items():
+        deltas = survey.sound.deltas.get((term, part), ())
+        here = {ref.step: ref for ref in deltas if tier in ref.tiers or ref.key in filled}
+        floor = _floor(survey, tier, term)
+        for base in bases:
+            after = here.get(base.step + 1)
+            chained = base.step in here and base.step != floor
+            twins = [b for b in bases if (b.step, b.parent) == (base.step, base.parent)]
+            hangs = after is not None and after.parent == base.parent
+            if hangs and not chained and base.step >= floor:
+                if not any(tier in twin.tiers or twin.key in found for twin in twins):
+                    found.add(base.key)
+    return found
+
+
+def _floor(survey: _Survey, tier: str, term: str) -> int:
+    floors = survey.sound.floors.get(tier, ())
+    return max((floor.step for floor in floors if term in floor.terms), default=0)
