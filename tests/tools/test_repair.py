@@ -108,11 +108,9 @@ def flip_manifest(store: Path) -> None:
 
 
 def flip_lmdb(store: Path) -> None:
-    """A bit of a delta's block in LMDB, in every page that has it."""
+    """A bit of a base's parameters in LMDB: another block than `flip_block` harms."""
     tier = tiers_of(store)["lmdb"]
-    key = keys_of(store, "lmdb", "delta")[-1]
-    info = tier.head(key).head.arrays[0]
-    data = bytes(tier.read(key, info.name, 0, 1))
+    data = bytes(tier.read(keys_of(store, "lmdb", "base")[-1], "s0/param", 0, 1))
     tier.close()
     flip_where(lmdb_file(store), data[:64])
 
@@ -244,7 +242,7 @@ def test_killed_anywhere_and_done_again(store: Path, tmp_path: Path) -> None:
     failpoints.disarm()
     mend(whole)
     names = sorted(failpoints.seen())
-    assert {"local.rename.before", "lmdb.head.after"} <= set(names)
+    assert {"local.rename.before", "lmdb.sync.after"} <= set(names)
     end = steps(whole)
     proven = dict(steps(store))["all"]
     struck = 0
