@@ -147,9 +147,9 @@ def test_rebuilt_from_another_tier(
 def test_what_none_has_is_set_aside(store: Path) -> None:
     """Without LMDB a flipped delta is moved away with its pack; its neighbours stay readable."""
     shutil.rmtree(store / "lmdb")
-    pack = objects(store, f"{SECOND}/pack/*")[-1]
-    first, last = (int(number) for number in pack.name.split("-")[:2])
-    assert last > first
+    packs = [(*map(int, path.name.split("-")[:2]), path)
+             for path in objects(store, "*/t*/p000000/pack/*")]  # fmt: skip
+    first, last, pack = [entry for entry in packs if entry[1] > entry[0]][-1]
     bad = pack / "data" / "c" / "0"
     was = bad.read_bytes()
     flip(bad, len(was) - 40)
