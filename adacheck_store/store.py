@@ -10,11 +10,13 @@ from pathlib import Path
 from types import TracebackType
 
 from adacheck_store.format.errors import (
+    AccessRefusedError,
     AdaCheckError,
     FormatError,
     RestoreError,
     TierDamagedError,
     TierError,
+    TierUnavailableError,
     TooNewError,
     UnsupportedError,
 )
@@ -209,7 +211,8 @@ def _open_reading(url: str, location: Location, folder: Path) -> Store:
     except AdaCheckError as error:
         place = error.at(tier="zarr", path=location.path)
         troubles.append(Trouble(tier="zarr", key="", error=place))
-        far = _open_unmarked(location) if isinstance(error, FormatError) else None
+        unreached = isinstance(error, (TierUnavailableError, AccessRefusedError))
+        far = None if unreached else _open_unmarked(location)
     tiers = [*_other_nodes(folder, troubles, skip=set()), *([far] if far else [])]
     if not tiers:
         raise troubles[-1].error
