@@ -233,13 +233,18 @@ class AgentCore:
                     yield ev.AskBase(chain, event.last_match + 1)
 
     def _drained(self, event: ev.Drained, now: float) -> Iterable[Command]:
-        self.drains.done(event.place, event.keys, now)
+        self.drains.done(event.place, (*event.keys, *event.passed), now)
         if event.place == LMDB and (event.full or event.keys):
             self._lmdb_full_until = now + FULL_S if event.full else now
         for replica in self.view.replicas.values():
             for key in event.keys:
                 if key in replica.refs:
                     replica.places[key] |= event.place
+                    if event.place == FAR and replica.refs[key].kind == "base":
+                        self.drains.mended(replica.refs[key])
+            for key in event.passed:
+                if key in replica.refs:
+                    self.drains.broken(replica.refs[key], event.place)
         self._swept = None
         return ()
 

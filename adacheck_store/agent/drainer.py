@@ -14,6 +14,8 @@ from .replica import FAR, LMDB, RAM
 from .work import Work, log
 
 if TYPE_CHECKING:
+    from adacheck_store.tiers.base import Tier
+
     from .shell import Shell
 
 
@@ -41,28 +43,31 @@ class Drainer:
         uppers = [shell.places[place] for place in (RAM, LMDB)
                   if place in shell.places and place != self._place]  # fmt: skip
         copy_documents(shell.places[RAM], target, shell.run)
+        passed: list[str] = []
         for batch in in_batches(command.keys, len(command.keys)):
             before = time.monotonic()
-            size = self._copy(uppers, batch)
+            size = self._copy(uppers, batch, passed)
             self.bytes_drained += size
             if self.bytes_per_s and self._place == FAR:
                 rest_s = size / self.bytes_per_s - (time.monotonic() - before)
                 self.work.ending.wait(max(0.0, rest_s))
         target.sync()
-        shell.tell(ev.Drained(self._place, command.keys))
+        done = tuple(key for key in command.keys if key not in passed)
+        shell.tell(ev.Drained(self._place, done, passed=tuple(passed)))
         with shell.lock:
             shell.prunes.want()
 
     def _failed(self, command: ev.Drain, error: Exception) -> None:
         self._shell.tell(ev.Drained(self._place, (), full=isinstance(error, TierFullError)))
 
-    def _copy(self, uppers: list, batch: list[str]) -> int:  # type: ignore[type-arg]
-        """Copy a batch; of records that are gone or damaged here, say so and pass them over."""
+    def _copy(self, uppers: list[Tier], batch: list[str], passed: list[str]) -> int:
+        """Copy a batch; say which records cannot be copied, and pass them over."""
         target = self._shell.places[self._place]
         try:
             return copy_records(uppers, target, batch)
         except (RecordNotFoundError, FormatError) as error:
             if len(batch) == 1:
                 log.warning("not drained: %s", error.at(key=batch[0]))
+                passed.append(batch[0])
                 return 0
-        return sum(self._copy(uppers, [key]) for key in batch)
+        return sum(self._copy(uppers, [key], passed) for key in batch)

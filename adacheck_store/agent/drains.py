@@ -59,6 +59,7 @@ class Drains:
         self._lag = lag
         self._lag_s = lag_s
         self._whole: set[str] = set()
+        self._holes: dict[str, tuple[int, int]] = {}
         self.hurry = False
         """True while all there is is to be drained, whatever the lag."""
         self.idle = True
@@ -85,7 +86,23 @@ class Drains:
         """A record was dropped before it was drained: the next base must be."""
         for queue in self._queues:
             if queue.waiting.pop(ref.key, None) is not None:
-                self._whole.discard(ref.part)
+                self.broken(ref, queue.place)
+
+    def broken(self, ref: RecordRef, place: int) -> None:
+        """A record will not get to a place: what follows there hangs on the next base."""
+        self._whole.discard(ref.part)
+        if place == FAR and ref.kind != "extra":
+            first, last = self._holes.get(ref.part, (ref.step, ref.step))
+            self._holes[ref.part] = min(first, ref.step), max(last, ref.step)
+
+    def mended(self, ref: RecordRef) -> None:
+        """A base is in the far tier: nothing that follows it hangs on what was before."""
+        if self._holes.get(ref.part, (0, ref.step + 1))[1] <= ref.step:
+            del self._holes[ref.part]
+
+    def whole_to(self, part: str, step: int) -> int:
+        """Up to where the far tier has a part whole, of what has got there up to a step."""
+        return min(step, self._holes[part][0] - 1) if part in self._holes else step
 
     def done(self, place: int, keys: Iterable[str], now: float) -> None:
         """A drain has ended; what it did not bring waits a while."""

@@ -108,14 +108,16 @@ class Missed:
 
 @dataclass(frozen=True, slots=True)
 class Drained:
-    """Records are synced in a lower place; those missing from ``keys`` are to be tried again.
+    """Records are synced in a lower place; those in neither tuple are to be tried again.
 
+    ``passed``: they did not get there and never will, gone or damaged here, or not taken there.
     ``full``: that place has no room.
     """
 
     place: int
     keys: tuple[str, ...]
     full: bool = False
+    passed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

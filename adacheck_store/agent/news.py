@@ -28,7 +28,7 @@ def news(shell: Shell, part: str) -> dict[str, Any]:
             "term": view.term, "holder": shell.holder(), "watermark": view.watermark,
             "behind": shell.behind,
             "ask_base": shell.asked.pop(part, -1), "base": _newest_base(replica),
-            "drained": _drained(replica), "errors": errors(shell),
+            "drained": shell.core.drains.whole_to(part, _drained(replica)), "errors": errors(shell),
             "exposed": sorted(_exposed(shell)),
             "bytes_drained": sum(d.bytes_drained for d in shell.drainers.values()),
         }  # fmt: skip
@@ -147,7 +147,10 @@ def _newest_base(replica: Replica | None) -> int:
 
 
 def _drained(replica: Replica | None) -> int:
-    """The newest step whose delta (or base) is in the far tier, with all before it here."""
+    """The newest step whose delta (or base) is in the far tier, with all before it that are here.
+
+    What is no longer here is in the far tier, or the drains know of a hole there.
+    """
     if replica is None:
         return -1
     reached = -1

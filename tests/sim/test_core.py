@@ -426,3 +426,38 @@ def test_drains_wait_for_half_the_lag_and_failed_ones_are_tried_again() -> None:
     assert len(drain.keys) == 6
     assert not of(ev.Drain, agent.handle(ev.Drained(FAR, ()), 0.5))
     assert of(ev.Drain, agent.handle(ev.Tick(), 62.0)) == [drain]
+
+
+def test_what_a_drain_passes_over_is_not_said_to_be_drained() -> None:
+    """It lies nowhere below and is not tried again; the far tier is whole again with a base."""
+    agent = core(places=FAR, object_lag=2, base_every=64)
+    (first,) = of(ev.Drain, put(agent, ref("base", 0), ref("extra", 0)))
+    agent.handle(ev.Drained(FAR, first.keys), 0.1)
+    (drain,) = of(ev.Drain, put(agent, ref("delta", 1), ref("extra", 1), now=0.2))
+    (gone,) = (key for key in drain.keys if key.endswith("delta1"))
+    rest = tuple(key for key in drain.keys if key != gone)
+    agent.handle(ev.Drained(FAR, rest, passed=(gone,)), 0.3)
+    assert agent.view.replicas[P].places[gone] == RAM
+    assert agent.drains.behind == 0
+    (drain,) = of(ev.Drain, put(agent, ref("delta", 2), ref("extra", 2), now=0.4))
+    agent.handle(ev.Drained(FAR, drain.keys), 0.5)
+    assert agent.drains.whole_to(P, 2) == 0
+    replayed = ref("base", 2, origin="replayed")  # of no multiple, and drained all the same
+    (drain,) = of(ev.Drain, agent.handle(ev.Stored("", (replayed,), RAM), 0.6))
+    assert replayed.key in drain.keys
+    agent.handle(ev.Drained(FAR, drain.keys), 0.7)
+    assert agent.drains.whole_to(P, 2) == 2
+
+
+def test_what_is_dropped_undrained_is_a_hole() -> None:
+    """The far tier is not said to be whole beyond a record that memory had no room to keep."""
+    agent = core(places=FAR)
+    agent.drains.note(ref("delta", 3), RAM, 0.0)
+    agent.drains.skipped(ref("delta", 3))
+    agent.drains.note(ref("extra", 7), RAM, 0.0)
+    agent.drains.skipped(ref("extra", 7))
+    assert agent.drains.whole_to(P, 5) == 2
+    agent.drains.mended(ref("base", 2))
+    assert agent.drains.whole_to(P, 5) == 2
+    agent.drains.mended(ref("base", 3))
+    assert agent.drains.whole_to(P, 5) == 5
