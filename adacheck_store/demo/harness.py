@@ -217,7 +217,7 @@ class _Demo:
     def _recovery(self, start: Start, loss: Loss) -> Recovery:
         """What the ranks say of their restore, once all have made a step."""
         tell = self._tell(f"{loss.what} lost, recovering")
-        start.until(lambda: start.finished() > 0, "a step after a loss", tell)
+        start.until(lambda: all(_stepped(rows) for rows in start.journals()), "a step", tell)
         journals = start.journals()
         reports = [next(row for row in rows if "restored" in row) for rows in journals]
         back = max(next(row["at"] for row in rows if "at" in row) for rows in journals)
@@ -269,3 +269,8 @@ def _bytes_per_step(url: str, run: str, ranks: int) -> float:
 def settings_line() -> str:
     """The cadence the demo runs with, for people."""
     return f"base_every={BASE_EVERY}, object_lag={OBJECT_LAG}, window={WINDOW}"
+
+
+def _stepped(rows: list[dict[str, Any]]) -> bool:
+    """Whether a rank has noted a step of its own since it was started."""
+    return any("at" in row for row in rows)

@@ -76,8 +76,11 @@ class Host:
         assert len(self.endpoints) == len(endpoints)
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal."""
+        """Send a signal; SIGSTOP has stopped every thread when this returns."""
         os.kill(self.process.pid, number)
+        tasks = Path(f"/proc/{self.process.pid}/task")
+        while number == signal.SIGSTOP and not all(map(_stopped, tasks.iterdir())):
+            time.sleep(0.001)
 
     def end(self) -> None:
         """Kill it, stopped or not."""
@@ -93,6 +96,14 @@ def hosted(folder: Path, *endpoints: str) -> Iterator[Host]:
         yield host
     finally:
         host.end()
+
+
+def _stopped(task: Path) -> bool:
+    """Whether a thread is stopped, or gone."""
+    try:
+        return (task / "stat").read_text().rpartition(")")[2].split()[0] in "TtZX"
+    except OSError:
+        return True
 
 
 if __name__ == "__main__":
