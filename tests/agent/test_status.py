@@ -57,8 +57,9 @@ def test_one_view_of_a_run(pair: tuple[Node, Node], tmp_path: Path) -> None:
     session.flush(30.0, far=False)
     until(lambda: "drain-far" in here.status()["last_errors"], "a drain fails")
     until(lambda: {node.status()["watermark"] for node in pair} == {19}, "the watermark")
-    time.sleep(metrics.FRESH_S)
     url = here.status()["metrics"]
+    until(lambda: at(scrape(url), "replica_step", chain="p000000") == 16, "the fold is done")
+    time.sleep(metrics.FRESH_S)
     samples, agents = scrape(url), {row["node"]: row for row in rows(here, "AgentRow")}
     chains = {(row["node"], row["chain"]): row for row in rows(here, "ChainRow")}
     drains = {(row["node"], row["place"]): row for row in rows(here, "DrainRow")}
