@@ -272,16 +272,40 @@ def compact_verb(
 @click.argument("file", type=click.Path())
 @click.option("--step", type=click.IntRange(min=0), help="Default: the newest provable.")
 @click.option("--term", default="", help="A branch off the line, by its term.")
+@click.option("--rank", type=click.IntRange(min=0), default=0, help="Whose own tensors; 0.")
 @click.option("--force", is_flag=True, help="Replace FILE if it exists.")
 def restore_verb(
     store_url: str, cache: str | None, as_json: bool, run: str, file: str, step: int | None,
-    term: str, force: bool,
+    term: str, rank: int, force: bool,
 ) -> None:  # fmt: skip
     """Write a step's model and optimizer into a safetensors FILE."""
     from adacheck_store.tools.restore import restore
 
     with open_url(store_url, cache) as store, progress_bar() as tell:
-        row = restore(store, file, run, step=step, term=term, force=force, progress=tell)
+        row = restore(store, file, run, step=step, term=term, rank=rank, force=force, progress=tell)
+    _show_rows("restored", store_url, [row], as_json)
+
+
+@main.command("export")
+@store_options()
+@click.argument("target", type=click.Path())
+@click.option(
+    "--format", "form", required=True,
+    type=click.Choice(["safetensors", "hf", "torch", "dcp"]), help="What TARGET becomes.",
+)  # fmt: skip
+@click.option("--step", type=click.IntRange(min=0), help="Default: the newest provable.")
+@click.option("--term", default="", help="A branch off the line, by its term.")
+@click.option("--rank", type=click.IntRange(min=0), default=0, help="Whose own tensors; 0.")
+def export_verb(
+    store_url: str, cache: str | None, as_json: bool, run: str, target: str, form: str,
+    step: int | None, term: str, rank: int,
+) -> None:  # fmt: skip
+    """Write a step for other programs into TARGET, a file or (hf, dcp) a folder."""
+    from adacheck_store.tools.export import Choice, export
+
+    choice = Choice(run=run, step=step, term=term, rank=rank)
+    with open_url(store_url, cache) as store, progress_bar() as tell:
+        row = export(store, target, form, choice, progress=tell)
     _show_rows("restored", store_url, [row], as_json)
 
 

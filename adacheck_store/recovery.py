@@ -360,6 +360,7 @@ def _nearer(
 
 def _refusal(catalog: Catalog, prover: Prover, step: int, why: str) -> NotProvableError:
     steps = prover.provable_steps()
-    found = [s for s in steps if s < step][-1:] + [s for s in steps if s > step][:1]
+    below, above = [s for s in steps if s < step], [s for s in steps if s > step]
+    found = below[-1:] + above[:1] if below and above else below[-2:] + above[:2]
     near = " and ".join(map(str, found)) or "none"
     return NotProvableError(why, run=catalog.run, step=step, hint=f"nearest provable steps: {near}")

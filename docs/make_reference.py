@@ -70,6 +70,8 @@ SECTIONS: list[tuple[str, str, list[tuple[str, str]]]] = [
             ("adacheck_store.tools.compact", "CompactRow"),
             ("adacheck_store.tools.restore", "restore"),
             ("adacheck_store.tools.restore", "RestoredFile"),
+            ("adacheck_store.tools.export", "export"),
+            ("adacheck_store.tools.export", "Choice"),
         ],
     ),
     (

@@ -1,290 +1,245 @@
-"""Layout of a safetensors file that holds a run's state, and the fold's sink that fills it.
+"""Export a step for other programs, streamed: without a GPU, without a trainer.
 
-Tensors are ``model/<name>`` and ``optimizer/<name>/<role>``. The file is written at offsets known
-before the fold, in the memory of one window; only the counters (``step``) and the metadata come
-last, so room is left for them in front, which the header fills up with spaces.
+``safetensors`` is what `restore` writes. ``hf`` is a folder of safetensors files with an index, the
+model alone under its own names. ``torch`` and ``dcp`` are made by torch itself from a safetensors
+file that lies beside them meanwhile, mapped, not loaded: they need twice the room on the disk.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
-import struct
-from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+import secrets
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
-from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from adacheck_store.arrays import byte_view, dtype_name, tensor_of, torch_dtype
-from adacheck_store.format.bodies import SectionState
-from adacheck_store.format.canonical import Scalar
-from adacheck_store.format.dtypes import SAFETENSORS_DTYPES, item_bytes
-from adacheck_store.format.errors import MalformedError, UnsupportedError
-from adacheck_store.format.layout import Layout, Section, Slice
+from adacheck_store.arrays import torch_dtype
+from adacheck_store.candidates import carry_out
+from adacheck_store.fetch import Fetcher
+from adacheck_store.format.errors import UsageError
+from adacheck_store.recovery import RestorePlan
+from adacheck_store.restore import certify
+from adacheck_store.store import Store
+from adacheck_store.tiers import durable
+from adacheck_store.tiers.medium import translate
 
-_LENGTH = struct.Struct("<Q")
-_MAX_HEADER_BYTES = 100_000_000
-_COUNTER_BYTES = 320
-"""Room in the header for a counter of a slice, besides its name."""
+from .restore import RestoredFile, open_parts, publish, refuse_target, restore
+from .rows import Progress, choose_run, silent
+from .safetensors_file import FilePlan, FileWriter, finish
+from .whole import PieceSink, Whole
 
+FORMATS = ("safetensors", "hf", "torch", "dcp")
 
-Place = tuple[str, str, int]
-"""Section, role and index of a slice."""
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A tensor of the file: ``offset`` from the end of the header."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-
-    @property
-    def nbytes(self) -> int:
-        """Its size."""
-        return math.prod(self.shape) * item_bytes(self.dtype)
-
-    def header(self) -> dict[str, Any]:
-        """Its entry in the header; a dtype that safetensors lacks is U8 with one more dimension."""
-        kind, shape = self.dtype, list(self.shape)
-        if kind not in SAFETENSORS_DTYPES:
-            kind, shape = "U8", [*shape, item_bytes(self.dtype)]
-        span = [self.offset, self.offset + self.nbytes]
-        return {"dtype": kind, "shape": shape, "data_offsets": span}
+HF_INDEX = "model.safetensors.index.json"
+SHARD_BYTES = 5 << 30
+"""Most bytes of a file of ``hf``, unless a single tensor has more."""
 
 
-def plain_scalar(value: Any) -> Any:
-    """A typed scalar as a Python number."""
-    if not isinstance(value, Scalar):
-        return value
-    return tensor_of(value).item()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """Which step of a store is meant, and seen from which rank; ``step`` None: the newest."""
+
+    run: str = ""
+    step: int | None = None
+    term: str = ""
+    rank: int = 0
 
 
-def tensor_names(section: Section, piece: Slice, roles: Sequence[str]) -> dict[str, str]:
-    """Role of a slice -> its tensor's name in the file."""
-    names = {section.main_role: f"model/{piece.name}"}
-    names |= {role: f"optimizer/{piece.name}/{role}" for role in roles if role != section.main_role}
-    return names
+def export(
+    store: Store, target: str | os.PathLike[str], form: str, choice: Choice, *,
+    shard_bytes: int = SHARD_BYTES, progress: Progress = silent,
+) -> RestoredFile:  # fmt: skip
+    """Write a step in one of `FORMATS`; the target appears whole or not at all.
 
-
-@dataclass(frozen=True, slots=True)
-class PartNeeds:
-    """What of a part goes into the file.
-
-    ``roles`` maps a section to the roles that have an array, ``present`` to which slices have
-    optimizer state.
+    Raises `UsageError` if the target exists or the format is none, and what `restore` raises:
+    `NotProvableError` names the nearest steps that there are.
     """
+    path = Path(target).absolute()
+    if form == "safetensors":
+        return _restore(store, path, choice, progress)
+    if form not in FORMATS:
+        raise UsageError(f"no format {form[:40]!r}", hint=f"one of {', '.join(FORMATS)}")
+    refuse_target(path, force=False)
+    with _draft(path) as draft:
+        if form == "hf":
+            draft.mkdir()
+            row = _hf(store, draft, choice, shard_bytes, progress)
+        else:
+            scratch = draft.with_suffix(".safetensors")
+            row = _restore(store, scratch, choice, progress)
+            state = state_of(scratch)
+            if form == "torch":
+                torch.save(state, draft)
+            else:
+                _save_dcp(state, draft)
+        return replace(row, path=str(path), nbytes=_settled(draft, path))
 
-    layout: Layout
-    roles: Mapping[str, Sequence[str]]
-    present: Mapping[str, Sequence[bool]]
 
-    def tensors(self) -> Iterator[tuple[Place, str, str, Slice]]:
-        """Each piece's place, the name of its tensor in the file, its dtype, and the piece."""
-        for section in self.layout.sections:
-            for index, piece in enumerate(section.slices):
-                kept = self.roles[section.name] if self.present[section.name][index] else ()
-                for role, name in tensor_names(section, piece, kept).items():
-                    yield (section.name, role, index), name, section.dtypes[role], piece
+def _restore(store: Store, path: Path, choice: Choice, progress: Progress) -> RestoredFile:
+    return restore(
+        store, path, choice.run, step=choice.step, term=choice.term, rank=choice.rank,
+        progress=progress,
+    )  # fmt: skip
 
 
-class ExportPlan:
-    """Where every tensor of all parts goes, before anything is written.
+@contextmanager
+def _draft(path: Path) -> Iterator[Path]:
+    """A name beside the target, and what lies under it and its like is gone afterwards."""
+    draft = path.with_name(f".{path.name[:180]}.{secrets.token_hex(6)}.part")
+    try:
+        yield draft
+    except OSError as error:
+        raise translate(error, "", str(path)) from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+        for left in (draft, draft.with_suffix(".safetensors")):
+            with suppress(OSError):
+                left.unlink()
 
-    Wide dtypes come first, so that every tensor lies aligned. A tensor's pieces may lie in
-    several parts; together they must be the whole of it, each element once, or each whole.
+
+def _settled(draft: Path, path: Path) -> int:
+    """Flush what lies at the draft and give it its name; its bytes."""
+    files = [draft] if draft.is_file() else sorted(draft.iterdir())
+    for file in files:
+        with file.open("rb") as opened:
+            durable.fsync(opened.fileno(), "local.file.fsync")
+    size = sum(file.stat().st_size for file in files)
+    if draft.is_file():
+        publish(draft, path, force=False)
+        return size
+    durable.fsync_path(str(draft), "local.folder.fsync")
+    refuse_target(path, force=False)
+    durable.rename(str(draft), str(path), "local.rename")
+    durable.fsync_path(str(path.parent), "local.folder.fsync")
+    return size
+
+
+def state_of(path: Path) -> dict[str, Any]:
+    """What `restore` has written as nested dicts, its tensors mapped from the file.
+
+    ``model`` maps names to tensors; ``optimizer`` has ``state``, by name, and ``param_groups``,
+    whose ``params`` are names, as `torch.distributed.checkpoint.state_dict` has them; ``step``.
+    Tied tensors stand under each of their names.
     """
-
-    def __init__(self, parts: Sequence[PartNeeds]) -> None:
-        self.parts = parts
-        kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
-        cuts: dict[str, dict[object, int]] = {}
-        for part in parts:
-            for _, name, dtype, piece in part.tensors():
-                refuse_scope(piece)
-                if kinds.setdefault(name, (dtype, piece.shape)) != (dtype, piece.shape):
-                    raise MalformedError(f"two tensors of one name: {name[:80]}", rule="layout")
-                cuts.setdefault(name, {})[piece.boxes, piece.flat] = piece.elements
-        for name, found in cuts.items():
-            if sum(found.values()) != math.prod(kinds[name][1]):
-                raise UnsupportedError(
-                    f"tensor {name[:80]!r} is not whole: {len(found)} pieces of it are kept",
-                    hint="restore it into a model instead",
-                )
-        self.entries: dict[str, Entry] = {}
-        at = 0
-        for name in sorted(kinds, key=lambda name: (-item_bytes(kinds[name][0]), name)):
-            dtype, shape = kinds[name]
-            self.entries[name] = Entry(name, dtype, shape, at)
-            at += self.entries[name].nbytes
-        self.nbytes = at
-        header = json.dumps({name: e.header() for name, e in self.entries.items()}).encode()
-        named = {piece.name for part in parts for _, _, _, piece in part.tensors()}
-        counted = sum(len(json.dumps(name)) + _COUNTER_BYTES for name in named)
-        self._header_bytes = len(header) + counted
-
-    def room(self, metadata_bytes: int) -> int:
-        """Bytes to leave for the header, its length field included; a multiple of 64."""
-        return -(-(self._header_bytes + metadata_bytes) // 64) * 64 + 64
+    size = path.stat().st_size
+    mapped = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+    storage = mapped.untyped_storage()
+    length = int.from_bytes(bytes(mapped[:8].tolist()), "little")
+    header = json.loads(mapped[8 : 8 + length].numpy().tobytes())
+    said = header.pop("__metadata__")
+    dtypes: Mapping[str, str] = json.loads(said["dtypes"])
+    model: dict[str, torch.Tensor] = {}
+    states: dict[str, dict[str, torch.Tensor]] = {}
+    for label, entry in header.items():
+        kind, shape = entry["dtype"], entry["shape"]
+        if label in dtypes:
+            kind, shape = dtypes[label], shape[:-1]
+        start, stop = (8 + length + at for at in entry["data_offsets"])
+        tensor = torch.empty(0, dtype=torch_dtype(kind))
+        if stop > start:  # a storage of its own: torch.save writes storages, not views
+            tensor.set_(storage[start:stop])
+        tensor = tensor.reshape(shape)
+        where, _, name = label.partition("/")
+        if where == "model":
+            model[name] = tensor
+        else:
+            name, _, role = name.rpartition("/")
+            states.setdefault(name, {})[role] = tensor
+    for alias, name in json.loads(said["aliases"]).items():
+        model[alias.partition("/")[2]] = model[name.partition("/")[2]]
+    groups = [group for each in json.loads(said["optimizers"]) for group in each["groups"]]
+    optimizer = {"state": states, "param_groups": groups}
+    return {"model": model, "optimizer": optimizer, "step": int(said["step"])}
 
 
-def refuse_scope(piece: Slice) -> None:
-    """Raise `UnsupportedError` for a tensor that each rank has of its own."""
-    if piece.scope:
-        raise UnsupportedError(
-            f"tensor {piece.name[:80]!r} is kept for each rank apart, which one file cannot hold",
-            hint="restore it into a model instead",
-        )
+def _save_dcp(state: dict[str, Any], folder: Path) -> None:
+    """A folder that ``torch.distributed.checkpoint.load`` reads."""
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch, about there being one process
+        save(state, checkpoint_id=str(folder), no_dist=True)
 
 
-def runs_of(piece: Slice) -> list[tuple[int, int, int]]:
-    """A piece as runs of elements: where each begins in the piece and in the tensor, its length."""
-    if piece.flat is not None:
-        return [(0, piece.flat[0], piece.elements)]
-    runs, at = [], 0
-    for box in piece.boxes:
-        inner = len(box)  # dimensions from here on are whole: they lie in the run of the one before
-        while inner > 0 and box[inner - 1] == (0, piece.shape[inner - 1]):
-            inner -= 1
-        outer = max(0, inner - 1)
-        steps = [math.prod(piece.shape[depth + 1 :]) for depth in range(len(box))]
-        size = math.prod(stop - start for start, stop in box[outer:])
-        if not size:
-            continue
-        starts = [start for start, _ in box[outer:]]
-        lead = sum(start * step for start, step in zip(starts, steps[outer:], strict=True))
-        for index in product(*(range(start, stop) for start, stop in box[:outer])):
-            begin = sum(i * step for i, step in zip(index, steps, strict=False)) + lead
-            runs.append((at, begin, size))
-            at += size
-    return runs
+def _hf(
+    store: Store, folder: Path, choice: Choice, shard_bytes: int, progress: Progress
+) -> RestoredFile:
+    """The model in files of at most ``shard_bytes``, and their index."""
+
+    def work(fetcher: Fetcher, plan: RestorePlan) -> tuple[int, Any]:
+        for left in folder.iterdir():
+            left.unlink()
+        opened = open_parts(store, fetcher, plan, choice.rank)
+        model = {k: w for k, w in opened.tensors.all.items() if k.startswith("model/")}
+        shards = _shards(list(model.values()), shard_bytes)
+        names = [
+            f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)
+        ]
+        file_of = {w.name: name for name, shard in zip(names, shards, strict=True) for w in shard}
+        total = sum(whole.nbytes for whole in model.values())
+        with ExitStack() as stack:
+            writers = {
+                name: _HfFile(folder / name, shard, stack)
+                for name, shard in zip(names, shards, strict=True)
+            }
+
+            def write(label: str, at: int, elements: torch.Tensor) -> None:
+                if label in model:
+                    name = model[label].name
+                    writers[file_of[name]].writer.write(name, at, elements)
+
+            for part, fold in opened.folds.items():
+                for _ in fold.steps(PieceSink(part, opened.tensors, write)):
+                    done = sum(each.writer.written for each in writers.values())
+                    progress(f"step {plan.step} of run {plan.run}", done, total)
+            for each in writers.values():
+                each.finish({"format": "pt", "step": str(plan.step), "run": plan.run})
+        index = {"metadata": {"total_size": total}, "weight_map": file_of}
+        (folder / HF_INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+        return len(model), [fold.report for fold in opened.folds.values()]
+
+    done = carry_out(
+        store.tiers, choose_run(store, choice.run), work, step=choice.step, term=choice.term
+    )
+    tensors, reports = done.result
+    unread = tuple(f"unknown: {trouble.error}" for trouble in store.troubles)
+    return RestoredFile(
+        run=done.plan.run, term=done.plan.term, step=done.plan.step, path="", nbytes=0,
+        tensors=tensors, lost=done.lost, reasons=(*done.reasons, *unread),
+        certificate=certify(done.plan, reports, done.fetcher), tiers=dict(done.fetcher.used),
+    )  # fmt: skip
 
 
-class FileSink:
-    """A fold's sink that writes every window of a part to its places in a file.
+class _HfFile:
+    """A file of ``hf`` while it is written."""
 
-    Owner of the descriptor is the caller. ``start`` is where the tensors' bytes begin.
-    """
+    def __init__(self, path: Path, shard: list[Whole], stack: ExitStack) -> None:
+        self._file = stack.enter_context(path.open("xb+")).fileno()
+        self._plan = FilePlan({whole.name: (whole.dtype, whole.shape) for whole in shard})
+        self._room = self._plan.room(1 << 12)
+        os.ftruncate(self._file, self._room + self._plan.nbytes)
+        self.writer = FileWriter(self._file, self._room, self._plan)
 
-    def __init__(self, file: int, start: int, plan: ExportPlan, part: int = 0) -> None:
-        self._file = file
-        self._start = start
-        needs = plan.parts[part]
-        self._entries = {place: plan.entries[name] for place, name, _, _ in needs.tensors()}
-        self._runs = {
-            (section.name, index): runs_of(piece)
-            for section in needs.layout.sections for index, piece in enumerate(section.slices)
-        }  # fmt: skip
-        self._scratch: dict[str, torch.Tensor] = {}
-        self.written = 0
-
-    def window(self, section: Section, role: str, start: int, stop: int) -> torch.Tensor:
-        """Scratch memory, the same for every window of a role."""
-        kept = self._scratch.get(role)
-        dtype = torch_dtype(section.dtypes[role])
-        if kept is None or kept.dtype != dtype or kept.numel() < stop - start:
-            kept = torch.empty(stop - start, dtype=dtype)
-            self._scratch[role] = kept
-        return kept[: stop - start]
-
-    def done(
-        self, section: Section, start: int, stop: int, views: Mapping[str, torch.Tensor]
-    ) -> None:
-        """Write what the window has of every slice."""
-        first = bisect_right(section.slices, start, key=lambda piece: piece.offset) - 1
-        for index in range(max(0, first), len(section.slices)):
-            piece = section.slices[index]
-            if piece.offset >= stop:
-                break
-            low, high = max(piece.offset, start), min(piece.offset + piece.elements, stop)
-            if low >= high:
-                continue
-            for role, view in views.items():
-                entry = self._entries.get((section.name, role, index))
-                if entry is not None:
-                    runs = self._runs[section.name, index]
-                    self._write(entry, runs, low - piece.offset, view[low - start : high - start])
-
-    def _write(
-        self, entry: Entry, runs: Sequence[tuple[int, int, int]], at: int, view: torch.Tensor
-    ) -> None:
-        """Write elements of a piece, from element ``at`` of it on."""
-        size, stop = item_bytes(entry.dtype), at + view.numel()
-        for index in range(bisect_right(runs, at, key=lambda run: run[0]) - 1, len(runs)):
-            begin, target, length = runs[index]
-            low, high = max(begin, at), min(begin + length, stop)
-            if low >= high:
-                break
-            data = byte_view(view[low - at : high - at])
-            place = self._start + entry.offset + (target + low - begin) * size
-            _write_at(self._file, data, place)
-            self.written += len(data)
+    def finish(self, metadata: Mapping[str, str]) -> None:
+        """Write the header."""
+        finish(self._file, self._room, self._plan, {}, metadata)
 
 
-def _write_at(file: int, data: memoryview, at: int) -> None:
-    while data.nbytes:
-        count = os.pwrite(file, data, at)
-        data, at = data[count:], at + count
-
-
-def counters(
-    parts: Sequence[tuple[Layout, Mapping[str, SectionState]]],
-) -> dict[str, torch.Tensor]:
-    """``optimizer/<name>/<counter>`` as 0-dim tensors; what is no number is left out.
-
-    Pieces of one tensor in several parts have counters alike, or it is `UnsupportedError`.
-    """
-    found: dict[str, torch.Tensor] = {}
-    for layout, states in parts:
-        for name, value in _counters(layout, states):
-            if not torch.equal(found.setdefault(name, value), value):
-                raise UnsupportedError(
-                    f"pieces of a tensor have counters of their own: {name[:80]}",
-                    hint="restore it into a model instead",
-                )
-    return found
-
-
-def _counters(
-    layout: Layout, states: Mapping[str, SectionState]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    for section in layout.sections:
-        state = states.get(section.name)
-        for name, values in (state.scalars if state else {}).items():
-            for piece, value in zip(section.slices, values, strict=True):
-                if isinstance(value, Scalar):
-                    yield f"optimizer/{piece.name}/{name}", tensor_of(value)
-                elif type(value) in (bool, int, float):
-                    yield f"optimizer/{piece.name}/{name}", torch.tensor(value)
-
-
-def finish(
-    file: int, room: int, plan: ExportPlan, scalars: Mapping[str, torch.Tensor],
-    metadata: Mapping[str, str],
-) -> None:  # fmt: skip
-    """Write the counters right before the tensors, and the header before them."""
-    entries: list[Entry] = []
-    data = bytearray()
-    for name, value in sorted(scalars.items(), key=lambda item: (-item[1].itemsize, item[0])):
-        entries.append(Entry(name, dtype_name(value.dtype), (), len(data)))
-        data += byte_view(value)
-    entries += [replace(entry, offset=entry.offset + len(data)) for entry in plan.entries.values()]
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    header |= {entry.name: entry.header() for entry in entries}
-    if len(header) != len(entries) + 1:
-        raise MalformedError("two tensors of one name", rule="layout")
-    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
-    space = room - len(data) - _LENGTH.size
-    if len(text) > space or space > _MAX_HEADER_BYTES:
-        raise UnsupportedError(
-            f"a header of {len(text)} bytes is more than a safetensors file takes",
-            hint="restore it into a model instead",
-        )
-    head = _LENGTH.pack(space) + text + b" " * (space - len(text)) + data
-    _write_at(file, memoryview(head), 0)
+def _shards(wholes: list[Whole], shard_bytes: int) -> list[list[Whole]]:
+    """Tensors by name, in files; a file has at least one."""
+    shards: list[list[Whole]] = [[]]
+    room = shard_bytes
+    for whole in sorted(wholes, key=lambda each: each.name):
+        if shards[-1] and whole.nbytes > room:
+            shards.append([])
+            room = shard_bytes
+        shards[-1].append(whole)
+        room -= whole.nbytes
+    return shards

@@ -1,8 +1,13 @@
-"""Restore a step into one safetensors file, streamed; claims nothing, changes no store."""
+"""Restore a step into one safetensors file, streamed; claims nothing, changes no store.
+
+Tensors are ``model/<name>`` and ``optimizer/<name>/<role>``, whole: pieces of several ranks are
+put together.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import secrets
@@ -29,9 +34,10 @@ from adacheck_store.store import Store
 from adacheck_store.tiers import durable
 from adacheck_store.tiers.medium import translate
 
-from .export import ExportPlan, FileSink, PartNeeds, counters, finish
 from .rows import Progress, choose_run, silent
+from .safetensors_file import FilePlan, FileWriter, finish
 from .show import readable
+from .whole import PieceSink, Tensors, Wanted, add_fold, counters, joined, view_of
 
 _METADATA_BYTES = 1 << 16
 """Room for what is small in the metadata."""
@@ -67,17 +73,19 @@ class _Written:
 
 def restore(
     store: Store, target: str | os.PathLike[str], run: str = "", *, step: int | None = None,
-    term: str = "", force: bool = False, progress: Progress = silent,
+    term: str = "", rank: int = 0, force: bool = False, progress: Progress = silent,
 ) -> RestoredFile:  # fmt: skip
     """Write the newest provable step (or ``step``) as a safetensors file.
 
-    The file appears whole or not at all: it is written beside its name, flushed, then named.
+    What each rank has for itself (buffers, or all, where nothing says that it is shared) is that
+    of ``rank``. The file appears whole or not at all: it is written beside its name, flushed, then
+    named.
     Raises `UsageError` if the target exists (unless ``force``), `RestoreError`,
     `NotProvableError`, or a `TierError` for what the file's medium refuses.
     """
     name = choose_run(store, run)
     path = Path(target).absolute()
-    _refuse_target(path, force)
+    refuse_target(path, force)
     draft = path.with_name(f".{path.name[:200]}.{secrets.token_hex(6)}.part")
     try:
         file = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
@@ -86,11 +94,13 @@ def restore(
     named = False
     try:
         done = carry_out(
-            store.tiers, name, lambda fetcher, plan: _write(store, fetcher, plan, file, progress),
+            store.tiers, name,
+            lambda fetcher, plan: _write(store, fetcher, plan, rank, file, progress),
             step=step, term=term,
         )  # fmt: skip
         size = os.fstat(file).st_size
-        _publish(file, draft, path, force)
+        durable.fsync(file, "local.file.fsync")
+        publish(draft, path, force)
         named = True
     except OSError as error:
         raise translate(error, "", str(path)) from error
@@ -112,7 +122,8 @@ def _row(done: Outcome[_Written], path: str, size: int, unread: tuple[str, ...])
     )  # fmt: skip
 
 
-def _refuse_target(path: Path, force: bool) -> None:
+def refuse_target(path: Path, force: bool) -> None:
+    """Raise `UsageError` for a target that exists, unless ``force``, or has no folder."""
     if path.is_dir():
         raise UsageError("the target is a folder", path=str(path), hint="name a file")
     if not path.parent.is_dir():
@@ -123,101 +134,108 @@ def _refuse_target(path: Path, force: bool) -> None:
         )
 
 
-def _publish(file: int, draft: Path, path: Path, force: bool) -> None:
-    """Flush the file and name it; without ``force`` never over another's."""
-    durable.fsync(file, "local.file.fsync")
+def publish(draft: Path, path: Path, force: bool) -> None:
+    """Give a flushed file its name; without ``force`` never over another's."""
     if force:
         durable.rename(str(draft), str(path), "local.rename")
     else:
         if not durable.link(str(draft), str(path), "local.link"):
-            _refuse_target(path, force)
+            refuse_target(path, force)
         os.unlink(draft)
     durable.fsync_path(str(path.parent), "local.folder.fsync")
 
 
-def _write(
-    store: Store, fetcher: Fetcher, plan: RestorePlan, file: int, progress: Progress
-) -> _Written:
-    """Fold the plan's parts into the file, one after the other, from its beginning."""
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The folds of a plan's parts, by part, and the whole tensors that they will give."""
+
+    folds: Mapping[str, Fold]
+    tensors: Tensors
+    wanted: Wanted
+
+
+def open_parts(store: Store, fetcher: Fetcher, plan: RestorePlan, rank: int = 0) -> Opened:
+    """All parts of a plan, seen from a rank; reads heads and extras, no other blocks.
+
+    Raises `UsageError` for a rank that is none, `UnsupportedError` for parts that do not fit.
+    """
     for refs in plan.extras.values():
         read_extra(fetcher, refs)  # a step without its extras does not exist
-    layouts = [open_layout(store.tiers, plan.run, part.layout) for part in plan.parts]
-    folds = [
-        open_fold(fetcher, layout, part)
-        for layout, part in zip(layouts, plan.parts, strict=True)
-    ]  # fmt: skip
-    export = ExportPlan([_needs(fold) for fold in folds])
-    head = _metadata(plan, folds)
+    wanted = view_of(plan.manifest, rank)
+    tensors = Tensors(wanted)
+    folds: dict[str, Fold] = {}
+    for part in plan.parts:
+        layout = open_layout(store.tiers, plan.run, part.layout)
+        folds[part.part] = open_fold(fetcher, layout, part)
+        add_fold(tensors, part.part, folds[part.part])
+    tensors.refuse_holes()
+    return Opened(folds, tensors, wanted)
+
+
+def _write(
+    store: Store, fetcher: Fetcher, plan: RestorePlan, rank: int, file: int, progress: Progress
+) -> _Written:
+    """Fold the plan's parts into the file, from its beginning."""
+    opened = open_parts(store, fetcher, plan, rank)
+    wholes = opened.tensors.all
+    export = FilePlan({label: (whole.dtype, whole.shape) for label, whole in wholes.items()})
+    head = _metadata(plan, opened)
     room = export.room(len(json.dumps(head)) * 2 + _METADATA_BYTES)
     os.ftruncate(file, 0)
     os.ftruncate(file, room + export.nbytes)
-    before = 0
-    for number, fold in enumerate(folds):
-        sink = FileSink(file, room, export, number)
-        for _ in fold.steps(sink):
-            done = before + sink.written
-            progress(f"step {plan.step} of run {plan.run}", done, export.nbytes)
-        before += sink.written
-    reports = [fold.report for fold in folds]
-    scalars = counters([(fold.layout, fold.report.states) for fold in folds])
+    writer = FileWriter(file, room, export)
+    counted = []
+    for part, fold in opened.folds.items():
+        for _ in fold.steps(PieceSink(part, opened.tensors, writer.write)):
+            progress(f"step {plan.step} of run {plan.run}", writer.written, export.nbytes)
+        mine = functools.partial(opened.wanted, part)
+        counted.append(counters(fold.layout, fold.report.states, mine))
+    scalars = joined(counted)
+    reports = [fold.report for fold in opened.folds.values()]
     head["certificate"] = _dump(dataclasses.asdict(certify(plan, reports, fetcher)))
     finish(file, room, export, scalars, head)
     return _Written(reports, len(export.entries) + len(scalars))
 
 
-def _needs(fold: Fold) -> PartNeeds:
-    return PartNeeds(
-        fold.layout,
-        {section.name: fold.roles(section) for section in fold.layout.sections},
-        {section.name: fold.present(section) for section in fold.layout.sections},
-    )
-
-
-def _metadata(plan: RestorePlan, folds: list[Fold]) -> dict[str, str]:
+def _metadata(plan: RestorePlan, opened: Opened) -> dict[str, str]:
     """What the file says beside its tensors; every value is text, most of them JSON."""
-    aliases: dict[str, str] = {}
-    dtypes: dict[str, str] = {}
-    for section in [section for fold in folds for section in fold.layout.sections]:
-        for piece in section.slices:
-            aliases |= {f"model/{alias}": f"model/{piece.name}" for alias in piece.aliases}
-            for role, dtype in section.roles:
-                if dtype not in SAFETENSORS_DTYPES:
-                    kept = "model" if role == section.main_role else "optimizer"
-                    tail = "" if kept == "model" else f"/{role}"
-                    dtypes[f"{kept}/{piece.name}{tail}"] = dtype
+    dtypes = {
+        label: whole.dtype for label, whole in opened.tensors.all.items()
+        if whole.dtype not in SAFETENSORS_DTYPES
+    }  # fmt: skip
     return {
         "format": "adacheck-store restore",
         "run": plan.run,
         "step": str(plan.step),
         "term": plan.term,
         "manifest": plan.manifest_id,
-        "optimizers": _dump(_optimizers(folds)),
-        "aliases": _dump(aliases),
+        "optimizers": _dump(optimizers_of(opened)),
+        "aliases": _dump(opened.tensors.aliases),
         "dtypes": _dump(dtypes),
     }
 
 
-def _optimizers(folds: list[Fold]) -> list[Any]:
+def optimizers_of(opened: Opened) -> list[Any]:
     """Per optimizer its class, and per group its hyper-parameters and the names of its tensors.
 
-    Ranks have the same optimizers and groups; the names are those of all parts, each once.
+    Hyper-parameters are those of the first part that has any.
     """
-    first = max(folds, key=lambda fold: len(fold.layout.optimizers))
-    sections = [section for fold in folds for section in fold.layout.sections]
-    found = []
-    for index, name in enumerate(first.layout.optimizers):
-        boundary = first.report.boundary
-        groups = [readable(dict(group)) for group in boundary[index]] if boundary else []
-        for number, group in enumerate(groups):
-            named = [
-                piece.name
-                for section in sections
-                if section.optimizer == index
-                for piece in section.slices
-                if piece.group == number
-            ]
-            group["params"] = list(dict.fromkeys(named))
-        found.append({"class": name, "groups": groups})
+    found: list[Any] = []
+    for part, fold in opened.folds.items():
+        for index, name in enumerate(fold.layout.optimizers):
+            boundary = fold.report.boundary
+            groups = [readable(dict(group)) for group in boundary[index]] if boundary else []
+            if index == len(found):
+                found.append({"class": name, "groups": groups})
+            for number, group in enumerate(found[index]["groups"]):
+                names = group.setdefault("params", [])
+                names += [
+                    piece.name
+                    for section in fold.layout.sections if section.optimizer == index
+                    for piece in section.slices
+                    if piece.group == number and opened.wanted(part, piece)
+                    and piece.name not in names
+                ]  # fmt: skip
     return found
 
 

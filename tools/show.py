@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from adacheck_store.arrays import tensor_of
 from adacheck_store.catalog import read_catalog
 from adacheck_store.format.bodies import Groups, decode_base, decode_delta, decode_extra
 from adacheck_store.format.canonical import ArrayRef, Scalar
@@ -25,7 +26,6 @@ from adacheck_store.recovery import Prover, RestorePlan, tolerant_line
 from adacheck_store.redundancy.listing import summary
 from adacheck_store.store import Store
 
-from .export import plain_scalar
 from .rows import all_refs, choose_run
 
 
@@ -265,6 +265,13 @@ def readable(value: Any) -> Any:
         items = [readable(item) for item in value[:64]]
         return items if len(value) <= 64 else [*items, f"... {len(value)} in all"]
     return value
+
+
+def plain_scalar(value: Any) -> Any:
+    """A typed scalar as a Python number."""
+    if not isinstance(value, Scalar):
+        return value
+    return tensor_of(value).item()
 
 
 def _span(values: tuple[Any, ...]) -> Any:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.core.toy import Toy
+from tests.ranks.worker import Launcher
 from tests.tools.stores import FIRST, LAST, LOCK, train
 
 
@@ -33,3 +34,12 @@ def store(trained: tuple[Path, Toy], tmp_path: Path) -> Path:
 def toy(trained: tuple[Path, Toy]) -> Toy:
     """The trainer as it stood at the last step."""
     return trained[1]
+
+
+@pytest.fixture(scope="session")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store that two ranks of FSDP2 have trained into, with shards that do not divide."""
+    folder = tmp_path_factory.mktemp("sharded")
+    launcher = Launcher(folder, "fsdp", 2)  # hosts the rendezvous while it lives
+    assert launcher.start(folder / "store").wait() == [0, 0]
+    return folder / "store"

@@ -1,4 +1,4 @@
-"""The file that restore writes: dtypes, tied and empty tensors, many windows, little memory."""
+"""Restored and exported files: dtypes, pieces of ranks, many windows, what other programs read."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import random
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from adacheck_store.format.bodies import SectionState
 from adacheck_store.format.dtypes import ITEM_BYTES, SAFETENSORS_DTYPES
 from adacheck_store.format.errors import UnsupportedError
 from adacheck_store.format.layout import Layout, Section, Slice, align, whole_box
-from adacheck_store.tools.export import ExportPlan, FileSink, PartNeeds, counters, finish, runs_of
+from adacheck_store.tools.safetensors_file import FilePlan, FileWriter, finish
+from adacheck_store.tools.whole import PieceSink, Tensors, counters, runs
 
 
 def section_of(name: str, dtype: str, shapes: list[tuple[int, ...]], state: bool) -> Section:
@@ -38,12 +40,15 @@ def export(layout: Layout, path: Path, window: int) -> dict[str, torch.Tensor]:
     """Write random arrays through the sink, window by window; the expected tensors."""
     roles = {s.name: [role for role, _ in s.roles] for s in layout.sections}
     present = {s.name: [index % 2 == 0 for index in range(len(s.slices))] for s in layout.sections}
-    plan = ExportPlan([PartNeeds(layout, roles, present)])
+    tensors = Tensors(lambda part, piece: True)
+    tensors.add("p", layout, roles, present)
+    tensors.refuse_holes()
+    plan = FilePlan({label: (each.dtype, each.shape) for label, each in tensors.all.items()})
     expected: dict[str, torch.Tensor] = {}
     states = {}
     with path.open("wb+") as file:
         room = plan.room(1000)
-        sink = FileSink(file.fileno(), room, plan)
+        sink = PieceSink("p", tensors, FileWriter(file.fileno(), room, plan).write)
         for section in layout.sections:
             arrays = {
                 role: torch.randint(0, 2, (section.elements * ITEM_BYTES[dtype],)).byte()
@@ -75,7 +80,9 @@ def export(layout: Layout, path: Path, window: int) -> dict[str, torch.Tensor]:
                 states[section.name] = SectionState(
                     present=tuple(present[section.name]), scalars={"step": steps}
                 )
-        finish(file.fileno(), room, plan, counters([(layout, states)]), {"run": "r"})
+        finish(
+            file.fileno(), room, plan, counters(layout, states, lambda piece: True), {"run": "r"}
+        )
     return expected
 
 
@@ -132,23 +139,62 @@ def test_tensors_lie_aligned(tmp_path: Path) -> None:
         assert len(list(file.keys())) == len(header)
 
 
-def test_pieces_are_refused() -> None:
-    """A tensor of which pieces lack, or of one rank, is not written as if it were whole."""
-    section = section_of("s0", "F32", [(4,)], True)
-    for change in ({"boxes": (((0, 2),),)}, {"scope": "tp=0"}):
-        piece = Slice(**{
-            "name": "w", "shape": (4,), "boxes": (whole_box((4,)),), "offset": 0, "group": 0,
-            **change,
-        })  # fmt: skip
-        bent = Section(name="s0", optimizer=0, roles=section.roles, slices=(piece,))
-        layout = Layout(optimizers=("x",), sections=(bent,))
-        with pytest.raises(UnsupportedError, match="w'"):
-            ExportPlan([PartNeeds(layout, {"s0": []}, {"s0": [True]})])
+def piece(name: str, shape: tuple[int, ...], offset: int, **more: Any) -> Slice:
+    """A slice that may be a part of a tensor."""
+    given = {"boxes": (whole_box(shape),), "group": 0, **more}
+    return Slice(name=name, shape=shape, offset=offset, **given)
+
+
+def layout_of(*slices: Slice) -> Layout:
+    """A layout of one section without state."""
+    section = Section(name="s0", optimizer=0, roles=(("param", "I64"),), slices=slices)
+    return Layout(optimizers=("x",), sections=(section,))
+
+
+CUTS = {
+    "rows": [[((0, 2), (0, 5), (0, 4))], [((2, 3), (0, 5), (0, 4))]],
+    "columns": [[((0, 3), (0, 5), (0, 1))], [((0, 3), (0, 5), (1, 4))]],
+    "middle": [[((0, 3), (0, 2), (0, 4))], [((0, 3), (2, 5), (0, 4))]],
+    "several": [
+        [((0, 1), (0, 5), (0, 4)), ((2, 3), (1, 3), (0, 4))],
+        [((1, 2), (0, 5), (0, 4)), ((2, 3), (0, 1), (0, 4)), ((2, 3), (3, 5), (0, 4))],
+    ],
+    "empty": [[((0, 3), (0, 5), (0, 4))], []],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("window", [1, 7, 64])
+@pytest.mark.parametrize("cut", CUTS)
+def test_pieces_are_put_together(cut: str, window: int) -> None:
+    """Every element of every piece comes to its own place, in windows of any size."""
+    whole = torch.arange(60).reshape(3, 5, 4)
+    kept = torch.full((60,), -1)
+    tensors = Tensors(lambda part, piece: True)
+    parts = {
+        f"p{i}": piece("w", (3, 5, 4), 0, boxes=tuple(boxes)) for i, boxes in enumerate(CUTS[cut])
+    }
+    for part, held in parts.items():
+        tensors.add(part, layout_of(held), {"s0": ["param"]}, {"s0": [True]})
+    tensors.refuse_holes()
+
+    def write(label: str, at: int, elements: torch.Tensor) -> None:
+        assert label == "model/w"
+        kept[at : at + len(elements)] = elements
+
+    for part, held in parts.items():
+        cuts = [whole[tuple(slice(*side) for side in box)].reshape(-1) for box in held.boxes]
+        flat = torch.cat([*cuts, torch.zeros(0, dtype=torch.int64)])
+        section = layout_of(held).sections[0]
+        sink = PieceSink(part, tensors, write)
+        for start in range(0, len(flat), window):
+            view = flat[start : start + window]
+            sink.done(section, start, start + len(view), {"param": view})
+    assert torch.equal(kept, whole.reshape(-1))
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_runs_are_where_the_pieces_elements_are(seed: int) -> None:
-    """Of any box of any tensor, and of several: as indexing the tensor has them."""
+    """Of any box of any tensor, and of several, from any place on: as indexing has them."""
     choose = random.Random(seed)
     shape = tuple(choose.randrange(1, 5) for _ in range(choose.randrange(0, 5)))
     whole = torch.arange(torch.Size(shape).numel()).reshape(shape)
@@ -156,31 +202,41 @@ def test_runs_are_where_the_pieces_elements_are(seed: int) -> None:
     for _ in range(2):
         sides = [sorted((choose.randrange(n + 1), choose.randrange(n + 1))) for n in shape]
         boxes.append(tuple((a, b) for a, b in sides))
-    piece = Slice(name="w", shape=shape, boxes=tuple(boxes), offset=0)
-    wanted = [whole[tuple(slice(a, b) for a, b in box)].reshape(-1) for box in boxes]
-    found, at = [], 0
-    for begin, target, length in runs_of(piece):
+    held = piece("w", shape, 0, boxes=tuple(boxes))
+    wanted = torch.cat([whole[tuple(slice(a, b) for a, b in box)].reshape(-1) for box in boxes])
+    low, high = sorted(choose.randrange(len(wanted) + 1) for _ in range(2))
+    found, at = [], low
+    for target, begin, length in runs(held, low, high):
         assert begin == at
         assert length > 0
         at += length
         found += range(target, target + length)
-    assert found == torch.cat(wanted).tolist()
-    flat = Slice(name="w", shape=(10,), boxes=(), flat=(3, 7), offset=0)
-    assert runs_of(flat) == [(0, 3, 4)]
-    (run,) = runs_of(Slice(name="w", shape=shape, boxes=(whole_box(shape),), offset=0))
-    assert run == (0, 0, whole.numel()), "a whole tensor is one run"
+    assert found == wanted[low:high].tolist()
+    flat = piece("w", (10,), 0, boxes=(), flat=(3, 7))
+    assert list(runs(flat, 1, 4)) == [(4, 1, 3)]
+    assert list(runs(piece("w", shape, 0), 0, whole.numel())) == [(0, 0, whole.numel())]
 
 
-def test_memory_is_that_of_a_window(tmp_path: Path) -> None:
+def test_holes_and_strangers_are_refused() -> None:
+    """A tensor of which a piece is missing, or whose pieces disagree, is not written."""
+    half = piece("w", (4,), 0, boxes=(((0, 2),),))
+    tensors = Tensors(lambda part, piece: True)
+    tensors.add("p0", layout_of(half), {"s0": []}, {"s0": [True]})
+    tensors.add("p1", layout_of(half), {"s0": []}, {"s0": [True]})  # a copy is no other half
+    with pytest.raises(UnsupportedError, match="2 elements of 4"):
+        tensors.refuse_holes()
+    with pytest.raises(UnsupportedError, match="disagree"):
+        tensors.add("p1", layout_of(piece("w", (5,), 0)), {"s0": []}, {"s0": [True]})
+
+
+def test_memory_is_that_of_a_window() -> None:
     """The sink's scratch does not grow with the state."""
     layout = Layout(
         optimizers=("torch.optim.AdamW",), sections=(section_of("s0", "F32", [(10**5,)], True),)
     )
-    plan = ExportPlan([PartNeeds(layout, {"s0": ["param", "exp_avg"]}, {"s0": [True]})])
-    with (tmp_path / "out").open("wb+") as file:
-        sink = FileSink(file.fileno(), 64, plan)
-        for start in range(0, 10**5, 640):
-            stop = min(start + 640, layout.sections[0].elements)
-            for role in ("param", "exp_avg"):
-                assert sink.window(layout.sections[0], role, start, stop).numel() == stop - start
-        assert sum(kept.numel() for kept in sink._scratch.values()) == 2 * 640
+    sink = PieceSink("p", Tensors(lambda part, piece: True), lambda label, at, elements: None)
+    for start in range(0, 10**5, 640):
+        stop = min(start + 640, layout.sections[0].elements)
+        for role in ("param", "exp_avg"):
+            assert sink.window(layout.sections[0], role, start, stop).numel() == stop - start
+    assert sum(kept.numel() for kept in sink._scratch.values()) == 2 * 640
