@@ -138,7 +138,7 @@ def test_a_restored_step_opens_a_branch_and_the_old_one_is_reached_by_name(url: 
     for step in (17, 13, 12, 3):
         new.assert_same(stored_state(url, step=step))
     assert stored_state(url).step == 17
-    with pytest.raises(NotProvableError, match="nearest provable steps: 17"):
+    with pytest.raises(NotProvableError, match="nearest provable steps: 16 and 17"):
         stored_state(url, step=20)
     for step in (20, 17, 12):
         old.assert_same(stored_state(url, step=step, term=first))
