@@ -31,35 +31,47 @@ class PartState:
 
 
 def gathered(
-    states: Mapping[str, PartState], own: str, wanted: Mapping[str, frozenset[tuple[str, str]]]
+    states: Mapping[str, PartState], own: str, wanted: Mapping[str, Mapping[tuple[str, str], bool]]
 ) -> PartState:
     """What a rank held, from the parts that have it, as the state of its ``own`` part.
 
-    ``wanted`` maps parts to scopes and names. Slices come without scope, for they are this rank's
-    to load, and keep their places in the arrays of their part. Hyper-parameters are those of the
-    own part.
+    ``wanted`` maps parts to scopes and names, and these to whether the optimizer's state comes with
+    the parameter; where it does not the parameter is one that no optimizer has. Slices come without
+    scope, for they are this rank's to load, and keep their places in the arrays of their part.
+    Hyper-parameters are those of the own part.
     """
     sections: list[Section] = []
     arrays: dict[str, torch.Tensor] = {}
     found: dict[str, SectionState] = {}
     for part, state in states.items():
-        for section in state.layout.sections:
-            places = [(piece.scope, piece.name) in wanted[part] for piece in section.slices]
-            kept = [index for index, mine in enumerate(places) if mine]
+        pairs = ((section, whole) for section in state.layout.sections for whole in (True, False))
+        for section, whole in pairs:
+            places = [wanted[part].get((piece.scope, piece.name)) for piece in section.slices]
+            kept = [index for index, held in enumerate(places) if held is whole]
             if not kept:
                 continue
-            name = f"{part}.{section.name}"
-            slices = tuple(replace(section.slices[index], scope="") for index in kept)
-            sections.append(replace(section, name=name, slices=slices))
-            for role, _ in section.roles:
+            made = _taken(section, kept, part, whole)
+            sections.append(made)
+            for role, _ in made.roles:
                 array = state.arrays.get(f"{section.name}/{role}")
                 if array is not None:
-                    arrays[f"{name}/{role}"] = array[: sections[-1].elements]
-            if section.name in state.states:
-                found[name] = _picked(state.states[section.name], kept)
+                    arrays[f"{made.name}/{role}"] = array[: made.elements]
+            if whole and section.name in state.states:
+                found[made.name] = _picked(state.states[section.name], kept)
     mine = states[own]
     layout = replace(mine.layout, sections=tuple(sections))
     return replace(mine, layout=layout, arrays=arrays, states=found)
+
+
+def _taken(section: Section, kept: Sequence[int], part: str, whole: bool) -> Section:
+    """Some slices of a part's section, ``whole`` or as parameters that no optimizer has."""
+    slices = tuple(replace(section.slices[index], scope="") for index in kept)
+    if whole:
+        return replace(section, name=f"{part}.{section.name}", slices=slices)
+    bare = tuple(replace(piece, group=-1) for piece in slices)
+    return Section(
+        name=f"{part}.{section.name}.alone", optimizer=-1, roles=section.roles[:1], slices=bare
+    )
 
 
 def _picked(state: SectionState, kept: Sequence[int]) -> SectionState:

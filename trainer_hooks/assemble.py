@@ -68,9 +68,9 @@ class Assembly:
             self.stager.release_area(area)
 
     def names_of(self, indices: Sequence[int]) -> bool | list[str]:
-        """Names of trained slots, whoever keeps them; True for all of them."""
-        trained = self.binding.all_trained
-        return len(indices) == len(trained) or [trained[i].item.name for i in indices]
+        """Names of slots that optimizers were given, whoever keeps them; True for all of them."""
+        given = self.binding.given
+        return len(indices) == len(given) or [given[i].item.name for i in indices]
 
     def start_boundary(self, step: int, extras: Mapping[str, Any]) -> StartBoundary:
         """The boundary before the first update: everything as it stands is known from here on."""
@@ -169,7 +169,7 @@ def gather_extras(
     if left is not None:
         zeroed, grads = left
         trees["held"] = assembly.names_of(zeroed)
-        named = assembly.binding.all_trained
+        named = assembly.binding.given
         if grads:
             trees["grads"] = {named[i].item.name: grad for i, grad in grads.items()}
     return trees

@@ -97,7 +97,7 @@ class Capture:
             self._stager.release(self._buffer)
         self._buffer, self._updates = None, []
         self._binding, self._stager, self._watch = binding, stager, watch
-        self._pending.begin(binding.all_trained)
+        self._pending.begin(binding)
         self._params = [slot.item.tensor for slot in binding.trained]
         self._halves = {i for i, param in enumerate(self._params) if shared_half(param)}
         self._dtypes = [staged_dtype(slot.section, self._policy) for slot in binding.trained]

@@ -95,7 +95,7 @@ class Encoder:
         """The digest of each optimizer's arithmetic under these groups, on its device."""
         found = []
         for number, (spec, groups) in enumerate(zip(self.binding.specs, used, strict=True)):
-            slots = [s for s in self.binding.all_trained if s.section.optimizer == number]
+            slots = [s for s in self.binding.trained if s.section.optimizer == number]
             dtypes = sorted({slot.section.roles[0][1] for slot in slots})
             device = next((s.item.tensor.device for s in slots if remote(s.item.tensor)), "cpu")
             if not spec.foldable:

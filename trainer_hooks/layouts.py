@@ -15,6 +15,7 @@ from adacheck_store.group import SOLO, Group
 from adacheck_store.optimizers import OptimizerSpec, find_spec
 
 from .held import refuse_arrays
+from .inner import keeper
 from .names import Model, NamedTensor, named_tensors
 from .shards import is_sharded, local, piece_of
 
@@ -52,17 +53,19 @@ class Binding:
     """A layout whose slices are tensors of a live model and its optimizers.
 
     ``slots`` are in the layout's order; ``trained`` those an optimizer updates, ``outside`` the
-    others. ``specs`` are the optimizers'. ``all_trained`` are all slots here that an optimizer
-    updates, also those that another rank keeps (see `narrowed`), in the order of the whole.
+    others. ``keepers`` keep the state of the ``optimizers`` (see `inner`), ``specs`` are theirs.
+    ``given`` are all slots here that an optimizer was given, also those that another rank updates
+    or keeps (see `narrowed`), in the order of the whole.
     """
 
     layout: Layout
     optimizers: tuple[torch.optim.Optimizer, ...]
+    keepers: tuple[torch.optim.Optimizer, ...]
     specs: tuple[OptimizerSpec, ...]
     slots: tuple[Slot, ...]
     trained: tuple[Slot, ...]
     outside: tuple[Slot, ...]
-    all_trained: tuple[Slot, ...]
+    given: tuple[Slot, ...]
 
     @property
     def foldable(self) -> bool:
@@ -91,7 +94,7 @@ class Binding:
 
     def state(self, slot: Slot) -> Mapping[str, Any]:
         """The optimizer's state of a slot's parameter, possibly empty; tensors are local ones."""
-        optimizer = self.optimizers[slot.section.optimizer]
+        optimizer = self.keepers[slot.section.optimizer]
         found: Mapping[str, Any] = optimizer.state.get(slot.item.tensor, {})
         if is_sharded(slot.item.tensor):
             return {
@@ -115,6 +118,7 @@ def bind(
     Of tensors that are sharded over the ranks of ``group`` it has this rank's pieces.
     """
     optimizers = listed(optimizer)
+    keepers = tuple(keeper(item) for item in optimizers)
     specs = tuple(checked_spec(item) for item in optimizers)
     for spec, held in zip(specs, optimizers, strict=True):
         refuse_arrays(spec, held.param_groups)
@@ -122,15 +126,17 @@ def bind(
     items = named_tensors(model, optimizers, names, dense=dense)
     if not dense:
         _refuse_shards(items, specs)
-    groups = _groups_of(optimizers, items)
+    groups = _groups_of(keepers, items)
+    given = _groups_of(optimizers, items)
     by_key: dict[_Key, list[tuple[NamedTensor, int]]] = {}
     for item in items:
         number, index = groups.get(id(item.tensor), (-1, -1))
         if number < 0:
             key = _outside_key(item)
+            item.elsewhere = group.size > 1 and item.parameter and item.tensor.requires_grad
         else:
             key = _key(item, number, optimizers[number].param_groups[index],
-                       optimizers[number].state.get(item.tensor, {}), specs[number])  # fmt: skip
+                       keepers[number].state.get(item.tensor, {}), specs[number])  # fmt: skip
         by_key.setdefault(key, []).append((item, index))
     sections, slots = [], []
     used: dict[str, int] = {}
@@ -138,11 +144,12 @@ def bind(
         section = _section(key, members, used, group)
         sections.append(section)
         slots += [Slot(section, i, item) for i, (item, _) in enumerate(members)]
-    trained = tuple(slot for slot in slots if slot.section.optimizer >= 0)
     return Binding(
         layout=Layout(optimizers=tuple(spec.name for spec in specs), sections=tuple(sections)),
-        optimizers=optimizers, specs=specs, slots=tuple(slots), trained=trained,
-        outside=tuple(slot for slot in slots if slot.section.optimizer < 0), all_trained=trained,
+        optimizers=optimizers, keepers=keepers, specs=specs, slots=tuple(slots),
+        trained=tuple(slot for slot in slots if slot.section.optimizer >= 0),
+        outside=tuple(slot for slot in slots if slot.section.optimizer < 0),
+        given=tuple(slot for slot in slots if id(slot.item.tensor) in given),
     )  # fmt: skip
 
 
@@ -193,17 +200,23 @@ def _groups_of(
 
 def checked_spec(optimizer: torch.optim.Optimizer) -> OptimizerSpec:
     """The spec of an optimizer; refuses wrappers and compiled steps by name."""
+    kept = keeper(optimizer)
     inner = getattr(optimizer, "optim", None) or getattr(optimizer, "optimizer", None)
-    if isinstance(inner, torch.optim.Optimizer):
+    if isinstance(inner, torch.optim.Optimizer) and inner is not kept:
         raise UnsupportedError(
             f"optimizer wrapper {type(optimizer).__module__}.{type(optimizer).__qualname__} "
             "is not supported",
             hint=f"attach to the {type(inner).__qualname__} inside it, if it holds everything",
         )
-    spec = find_spec(optimizer)
+    spec = find_spec(kept)
+    if not spec.foldable and kept is not optimizer:
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} of {spec.name}, which cannot be folded: {spec.why}",
+            hint="use one that can be folded; see docs/exactness.md",
+        )
     if not spec.foldable:
         return spec
-    step = getattr(optimizer, "step", None)
+    step = getattr(kept, "step", None)
     if hasattr(step, "_torchdynamo_orig_callable"):
         raise UnsupportedError(
             "a compiled optimizer step cannot be folded", hint="call optimizer.step() eagerly"

@@ -18,6 +18,7 @@ from adacheck_store.format.layout import Layout
 from adacheck_store.optimizers import IMPLEMENTATION_FLAGS, OptimizerSpec
 from adacheck_store.state import PartState
 
+from .inner import settle
 from .layouts import MISMATCHES_SHOWN, Binding, Match, compare
 from .shards import local
 from .stager import shaped
@@ -55,6 +56,7 @@ def load(
         for optimizer, groups in zip(binding.optimizers, state.boundary, strict=True):
             for group, values in zip(optimizer.param_groups, groups, strict=True):
                 _load_group(group, values)
+            settle(optimizer)
         for match in matches:
             if match.section.optimizer >= 0:
                 _load_state(state, match, binding)
@@ -71,7 +73,7 @@ def _revive_grads(
     zeroes gradients instead of dropping them.
     """
     names = None if held is True else set(held or ())
-    for slot in binding.trained:
+    for slot in binding.given:
         param = slot.item.tensor
         param.grad = None
         if slot.item.name in grads:
@@ -162,7 +164,7 @@ def _load_state(state: PartState, match: Match, binding: Binding) -> None:
     section = match.section
     states = state.states.get(section.name)
     if states is None or not (states.present[match.index] and section.state_roles):
-        binding.optimizers[match.slot.section.optimizer].state.pop(param, None)
+        binding.keepers[match.slot.section.optimizer].state.pop(param, None)
         return
     fresh: dict[str, Any] = {}
     spec = binding.spec(match.slot)
@@ -172,7 +174,7 @@ def _load_state(state: PartState, match: Match, binding: Binding) -> None:
             fresh[key] = _counter(values[match.index], spec, binding.group(match.slot), param)
     for role in section.state_roles:
         fresh[role] = _state_tensor(param, _values(state, match, role))
-    binding.optimizers[match.slot.section.optimizer].state[param] = fresh
+    binding.keepers[match.slot.section.optimizer].state[param] = fresh
 
 
 def _state_tensor(param: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

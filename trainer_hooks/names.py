@@ -24,7 +24,8 @@ class NamedTensor:
 
     ``owner[key]`` is the tensor as it stands now: modules replace buffers by assignment. A
     sharded one is ``held``: FSDP2 puts the whole tensor in its place during forward and backward.
-    ``aliases`` are the further names of a tied tensor, in the order of the walk.
+    ``aliases`` are the further names of a tied tensor, in the order of the walk. ``elsewhere`` if
+    another rank may train it, and what it sends is written here where no version counter sees it.
     """
 
     name: str
@@ -33,6 +34,7 @@ class NamedTensor:
     parameter: bool
     aliases: tuple[str, ...] = ()
     held: torch.Tensor | None = None
+    elsewhere: bool = False
 
     @property
     def local(self) -> torch.Tensor:

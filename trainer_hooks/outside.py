@@ -135,7 +135,7 @@ class OutsideWatch:
     def note_state(self, number: int) -> None:
         """Remember whether an optimizer's state was changed since its step."""
         if self._binding.foldable:
-            mark = _state_mark(self._binding.optimizers[number])
+            mark = _state_mark(self._binding.keepers[number])
             self._touched |= mark != self._states[number]
             self._states[number] = mark
 
@@ -181,7 +181,7 @@ class OutsideWatch:
                 target = host_memory(slot.shape, tensor)
             if target is None:
                 mark = mark_of(slot.item.tensor)
-                unseen = self.replayed and not slot.item.parameter
+                unseen = slot.item.elsewhere or (self.replayed and not slot.item.parameter)
                 if mark == self._outside[number] and not unseen:
                     continue
                 self._outside[number] = mark

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .copies import host_copy, remote
-from .layouts import Slot
+from .layouts import Binding
 from .shards import local, version
 
 log = logging.getLogger(__name__)
@@ -42,11 +42,13 @@ class PendingGrads:
         self._left: dict[int, weakref.ref[torch.Tensor]] = {}
         self._told = False
 
-    def begin(self, slots: Sequence[Slot]) -> None:
-        """These are the trained parameters from here on, whoever keeps them."""
-        self._params, self._mine = [slot.item.tensor for slot in slots], {}
-        for slot in slots:
-            self._mine.setdefault(slot.section.optimizer, []).append(slot.item.tensor)
+    def begin(self, binding: Binding) -> None:
+        """These are the trained parameters from here on, whoever updates and keeps them."""
+        self._params = [slot.item.tensor for slot in binding.given]
+        self._mine = {
+            number: [param for group in optimizer.param_groups for param in group["params"]]
+            for number, optimizer in enumerate(binding.optimizers)
+        }
 
     def used(self, optimizer: int) -> None:
         """An update has used the gradients of this optimizer's parameters."""

@@ -60,10 +60,10 @@ def compare(
             for role, side in ((MAIN_ROLES[0], each.param), ("state", each.optimizer)):
                 if side is not None and not side.why:
                     sides[rank, each.name].append((role, side))
-    shared = [state for state in before if len(state.copies) > 1]
+    shared = [state for state in before if len(state.param) > 1 or len(state.optimizer) > 1]
     reports: dict[int, dict[Spot, bytes]] = defaultdict(dict)
     for state in shared:
-        for rank in state.copies:
+        for rank in state.param | state.optimizer:
             for role, side in sides[rank, state.name]:
                 if _same(side.piece, state):
                     spot = Spot(state.scope, state.name, state.piece, role)

@@ -122,14 +122,17 @@ class Sharing:
     def __str__(self) -> str:
         found = self.redundancy
         held = [each for part in found.parts for each in part.pairs()]
-        shared = sum(len(_ranks(found, found.grounds[ground])) > 1 for _, ground in held)
+        both = [len(_ranks(found, found.grounds[ground])) > 1 for _, ground in held]
+        either = [_widest(found, found.grounds[ground]) > 1 for _, ground in held]
+        shared, more = sum(both), sum(either) - sum(both)
+        partly = f"; {more} more have of their parameter or optimizer alone" if more else ""
         unproven = Counter(found.grounds[ground].why for _, ground in held)
         unproven.pop("", None)
         doubts = "".join(f"; {n} unproven ({why})" for why, n in sorted(unproven.items()))
         apart = "".join(f"; {text}" for text in self.diverged)
         return (
             f"as of step {found.agreed}, {shared} of {len(held)} states have copies on several "
-            f"ranks and are kept once{doubts}{apart}"
+            f"ranks and are kept once{partly}{doubts}{apart}"
         )
 
 
@@ -152,22 +155,33 @@ def _ranks(found: Redundancy, ground: Ground) -> Ranks:
     return frozenset.intersection(*(frozenset(ranks_of(runs)) for runs in sides))
 
 
-def wanted_of(manifest: Manifest, rank: int) -> Mapping[str, frozenset[tuple[str, str]]]:
-    """What a rank held under a revision: part -> scopes and names of the states in it.
+def _widest(found: Redundancy, ground: Ground) -> int:
+    """On how many ranks the parameter is, or what its optimizer keeps, whichever is on more."""
+    sides = [found.sets[side] for side in (ground.param, ground.optimizer) if side >= 0]
+    return max(len(ranks_of(runs)) for runs in sides)
 
-    Its own part is always among them. Empty where the revision says nothing of redundancy: there
-    every rank has all that it holds in its own part.
+
+def wanted_of(manifest: Manifest, rank: int) -> Mapping[str, Mapping[tuple[str, str], bool]]:
+    """What a rank held under a revision: part -> scope and name -> whether all of the state.
+
+    Of a state whose parameter it held without the optimizer's state (ZeRO-1) it wants the parameter
+    alone. Its own part is always among them. Empty where the revision says nothing of redundancy:
+    there every rank has all that it holds in its own part.
     """
     found = manifest.redundancy
     if found is None:
         return {}
-    held = [rank in _ranks(found, ground) for ground in found.grounds]
-    wanted: dict[str, frozenset[tuple[str, str]]] = {}
+    whole = [rank in _ranks(found, ground) for ground in found.grounds]
+    param = [
+        ground.param >= 0 and rank in ranks_of(found.sets[ground.param]) for ground in found.grounds
+    ]
+    mine: dict[str, tuple[str, tuple[str, str], bool]] = {}
     for entry, part in zip(manifest.parts, found.parts, strict=True):
-        places = frozenset(
-            (found.grounds[ground].scope, found.names[name])
-            for name, ground in part.pairs() if held[ground]
-        )  # fmt: skip
-        if places or entry.name == part_name(rank):
-            wanted[entry.name] = places
+        for name, ground in part.pairs():
+            if whole[ground] or (param[ground] and found.names[name] not in mine):
+                place = found.grounds[ground].scope, found.names[name]
+                mine[found.names[name]] = entry.name, place, whole[ground]
+    wanted: dict[str, dict[tuple[str, str], bool]] = {part_name(rank): {}}
+    for part_of, place, all_of_it in mine.values():
+        wanted.setdefault(part_of, {})[place] = all_of_it
     return wanted

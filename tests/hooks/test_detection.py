@@ -60,7 +60,7 @@ def test_the_tensors_that_a_rank_writes(trained):
     assert [(piece.name, piece.scope, piece.offset) for piece in pieces] == [
         ("1.weight", "", 0), ("0.bias", "r000001", 0)
     ]  # fmt: skip
-    assert [slot.item.name for slot in mine.all_trained] == ["0.weight", "1.weight", "1.bias"]
+    assert [slot.item.name for slot in mine.given] == ["0.weight", "1.weight", "1.bias"]
     assert narrowed(whole, {}).layout.seal("run")
 
 

@@ -11,6 +11,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from tests.ranks.parallel import PARALLEL, SAME_DATA, build_parallel
+
 STEPS = 24
 BASE_EVERY = 6
 OBJECT_LAG = 4
@@ -36,13 +38,30 @@ def build(kind: str, rank: int, ranks: int, *, steps: int = STEPS, width: int = 
     under the same names, and nothing says so. ``grow``: so too, and the last layer is trained from
     a later step on only. ``hsdp``: each shard on two ranks. ``tp``: the middle is cut by tensor
     parallelism, what is around it stands on all ranks. ``tp_fsdp``: that again sharded. ``whole``:
-    what ``fsdp`` shards.
+    what ``fsdp`` shards. Further kinds: see `parallel`.
     """
     import torch
-    from torch import nn
 
     torch.set_num_threads(1)
     torch.manual_seed(11 + rank * (kind in ("plain", "grow")))
+    if kind in PARALLEL:
+        model, optimizer = build_parallel(kind, rank, ranks, width)
+    else:
+        model, optimizer = _simple(kind, ranks, width)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(listed(optimizer)[0], steps)
+    seed = 100 + rank * (kind not in SAME_DATA)
+    random.seed(seed)
+    torch.manual_seed(seed)
+    data = torch.utils.data.TensorDataset(torch.randn(16 * steps, 9), torch.randn(16 * steps, 1))
+    loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)
+    return model, optimizer, schedule, loader
+
+
+def _simple(kind: str, ranks: int, width: int):
+    """A model and its one optimizer."""
+    import torch
+    from torch import nn
+
     tensor = kind.startswith("tp")
     drop = [] if tensor else [nn.Dropout(0.2)]
     layers = [nn.Linear(9, width), *drop, nn.GELU(), nn.Linear(width, 5)]
@@ -71,13 +90,7 @@ def build(kind: str, rank: int, ranks: int, *, steps: int = STEPS, width: int = 
         [p for p in first.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.1,
         **({"foreach": False} if tensor else {"fused": True}),
     )  # fmt: skip
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    seed = 100 + rank * (not tensor)
-    random.seed(seed)
-    torch.manual_seed(seed)
-    data = torch.utils.data.TensorDataset(torch.randn(16 * steps, 9), torch.randn(16 * steps, 1))
-    loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)
-    return model, optimizer, schedule, loader
+    return model, optimizer
 
 
 def _cut(model, kind: str, ranks: int):
@@ -107,6 +120,11 @@ def _cut(model, kind: str, ranks: int):
     return model
 
 
+def listed(optimizer) -> list:
+    """One optimizer or several as a list."""
+    return list(optimizer) if isinstance(optimizer, list) else [optimizer]
+
+
 def _bytes(tensor) -> bytes:
     from adacheck_store.arrays import byte_view
 
@@ -125,12 +143,16 @@ def digest(model, optimizer, schedule) -> str:
     blob = bytearray()
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         blob += name.encode() + _bytes(tensor)
-    for index, state in enumerate(optimizer.state.get(p, {}) for p in model.parameters()):
+    found = {}
+    for each in listed(optimizer):
+        found |= getattr(each, "optim", each).state
+    for index, state in enumerate(found.get(p, {}) for p in model.parameters()):
         for role in sorted(state):
             blob += f"{index}{role}".encode() + _bytes(state[role])
     groups = [
-        sorted((k, repr(v)) for k, v in g.items() if k != "params") for g in optimizer.param_groups
-    ]
+        sorted((k, repr(v)) for k, v in g.items() if k != "params")
+        for each in listed(optimizer) for g in each.param_groups
+    ]  # fmt: skip
     blob += repr(groups).encode() + repr(sorted(schedule.state_dict().items())).encode()
     blob += _bytes(torch.get_rng_state()) + repr(random.getstate()).encode()
     return record_id(bytes(blob))
@@ -140,13 +162,15 @@ def step(model, optimizer, schedule, batch) -> float:
     """One update."""
     import torch
 
-    optimizer.zero_grad()
+    for each in listed(optimizer):
+        each.zero_grad()
     loss = torch.nn.functional.mse_loss(model(batch[0]), batch[1]) * (1 + random.random())
     loss.backward()
     kinds = {type(param.data) for param in model.parameters()}
     if len(kinds) == 1:  # else torch clips nothing
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
+    for each in listed(optimizer):
+        each.step()
     schedule.step()
     return loss.item()
 

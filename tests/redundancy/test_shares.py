@@ -127,6 +127,54 @@ def test_copies_of_two_contents_are_read_by_their_own_ranks() -> None:
         assert places == {(f"r{rank % 2:06d}", "w")}
 
 
+def gathered_on_all(size: int, tensors: int = 4) -> dict[int, list[Holding]]:
+    """Each parameter is stepped on one rank, and sent to all others."""
+    run: dict[int, list[Holding]] = {rank: [] for rank in range(size)}
+    for number in range(tensors):
+        for rank in range(size):
+            mine = (WHOLE, {number % size}) if rank == number % size else None
+            run[rank].append(held(f"w{number}", (WHOLE, everyone(size)), mine))
+    return run
+
+
+def test_of_what_others_step_the_parameter_alone_is_read() -> None:
+    """ZeRO-1 by whole parameters: the owner writes it and reads all of it."""
+    found = of(gathered_on_all(2))
+    assert [sorted(s.name for s in p.states) for p in found.parts] == [["w0", "w2"], ["w1", "w3"]]
+    for rank in range(2):
+        wanted = wanted_of(decode_manifest(manifest_of(found).seal().head), rank)
+        whole = {name: whole for each in wanted.values() for (_, name), whole in each.items()}
+        assert whole == {f"w{number}": number % 2 == rank for number in range(4)}
+    told = str(Sharing.of(found, 2))
+    assert "0 of 4 states have copies" in told
+    assert "4 more have of their parameter or optimizer alone" in told
+
+
+def test_moments_of_ones_own_come_before_a_parameter_alone() -> None:
+    """Equal parameters with moments that differ: each rank reads its own, a third any of them."""
+    run = {r: [held("w", (WHOLE, everyone(3)), (WHOLE, {r}) if r < 2 else None)] for r in range(3)}
+    manifest = manifest_of(of(run))
+    for rank in range(2):
+        wanted = wanted_of(manifest, rank)
+        assert wanted == {f"p{rank:06d}": {(f"r{rank:06d}", "w"): True}}
+    assert wanted_of(manifest, 2) == {"p000000": {("r000000", "w"): False}, "p000002": {}}
+
+
+def test_a_parameter_alone_that_comes_apart_is_named() -> None:
+    """What was sent to rank 2 is not what it has."""
+    lead, run = Lead(), gathered_on_all(3, tensors=2)
+    decided(lead, run, 2)
+    rest, alone = frozenset({0, 1}), frozenset({2})
+    for rank in run:
+        mine = (WHOLE, {1}) if rank == 1 else None
+        run[rank][1] = held("w1", (WHOLE, alone if rank == 2 else rest), mine)
+    sharing = decode_sharing(decided(lead, run, 8)[0])  # type: ignore[arg-type]
+    assert sharing.redundancy.agreed == 2
+    assert sharing.diverged == (
+        "step 8: w1 (param, block 0): ranks 2 differ from most copies; equal at step 2",
+    )
+
+
 def test_a_sharing_comes_back() -> None:
     """As JSON; and what is none is refused by name."""
     sharing = Sharing.of(of(figure6(3)), 5, ("one has come apart",))
