@@ -96,11 +96,11 @@ class Control:
         settings = head.get("settings")
         if isinstance(settings, Mapping):
             shell.adapt(_settings(settings))
-        answer = shell.open(lambda token: dataclasses.replace(opened, token=token), endpoints)
+        answer = shell.open(opened, endpoints)
         error = refusal(shell, answer, run=shell.run, term=opened.term)
         if error is not None:
             raise error
-        shell.admit_trainer(caller, peer.session)
+        shell.admit_trainer(caller, peer.client)
         return {"boot": shell.boot}, b""
 
     def _key(self, head: Mapping[str, Any], payload: bytes, peer: PeerInfo) -> Answer:

@@ -60,6 +60,11 @@ class Place:
         return self.folder / "agent.json"
 
     @property
+    def port(self) -> Path:
+        """The file with the port where other nodes reach it, or reached the last one here."""
+        return self.folder / "agent.port"
+
+    @property
     def log(self) -> Path:
         """Where its output goes if it was started by a trainer."""
         return self.folder / "agent.log"
@@ -230,8 +235,9 @@ def reclaim(skip: Place | None = None) -> list[Path]:
 def _clear(place: Place) -> None:
     with suppress(OSError):
         os.unlink(place.socket.path)
-    with suppress(OSError):
-        place.info.unlink()
+    for path in (place.info, place.port):
+        with suppress(OSError):
+            path.unlink()
     try:
         old = time.time() - place.log.stat().st_mtime > KEEP_LOG_S
     except OSError:

@@ -18,6 +18,7 @@ from adacheck_store.config import (
     Settings,
     arm_failpoints,
     boot_id,
+    environment,
     memory_available,
     node_name,
 )
@@ -31,7 +32,7 @@ from adacheck_store.tiers.serve import Server
 from adacheck_store.tiers.serve_calls import PeerInfo
 from adacheck_store.tiers.shared import memory_tier
 
-from . import places
+from . import places, reach
 from .budget import LEAST_BYTES, room_of
 from .control import Answer, Control
 from .door import NAME, Doors
@@ -122,11 +123,21 @@ class _Agent:
             self._reached.wait(REACHED_S)  # the server answers before it has been returned
             return control(verb, head, payload, peer)
 
-        self._server = Server(endpoints, Doors(self._shell), answer, credentials=[key])
+        def listen(at: list[Endpoint]) -> Server:
+            return Server(at, Doors(self._shell), answer, credentials=[key])
+
+        try:
+            self._server = listen([reach.again(endpoint, place) for endpoint in endpoints])
+        except TierBusyError:  # somebody else has the port by now
+            self._server = listen(endpoints)
         stack.callback(self._close_server)
-        reached = self._server.endpoints
-        self._shell.reached_at = next((str(endpoint) for endpoint in reached if endpoint.port), "")
-        self._endpoints = [str(endpoint) for endpoint in reached]
+        meeting = environment().get("MASTER_ADDR", "")
+        for endpoint in self._server.endpoints:
+            said = reach.told(endpoint, meeting)
+            self._endpoints.append(str(said))
+            if endpoint.port:
+                reach.remember(endpoint, place)
+                self._shell.reached_at = str(said)
         self._reached.set()
         place.write_info(self._about())
 
@@ -188,7 +199,7 @@ class _Agent:
             signal.signal(number, self._signalled)
         self._say(
             f"agent of {self._node} for run {self._options.run}, pid {os.getpid()}, at "
-            f"{', '.join([*map(str, self._server.endpoints), *filter(None, [self._metrics])])}"
+            f"{', '.join([*self._endpoints, *filter(None, [self._metrics])])}"
         )
         said = 0.0
         while not self._stopping:

@@ -97,10 +97,10 @@ class Shell:
         """Who holds the newest term; see `terms.holder_of`."""
         return holder_of(self.places[RAM], self.run, self.core.view.term)
 
-    def admit_trainer(self, caller: str, session: str) -> None:
-        """A trainer has opened its term, over that session of the server's."""
+    def admit_trainer(self, caller: str, client: str) -> None:
+        """A trainer has opened its term; ``client`` is its name to the server."""
         with self.lock:
-            self._trainers[caller] = session
+            self._trainers[caller] = client
             self.active_at = time.monotonic()
             self.core.drains.hurry = False
 
@@ -153,11 +153,12 @@ class Shell:
 
     # Terms and peers --------------------------------------------------------------------------
 
-    def open(self, make: Callable[[str], ev.Opened], endpoints: Mapping[str, str]) -> ev.Command:
-        """A trainer's opening, or one learned; the answer to it."""
+    def open(self, opened: ev.Opened, endpoints: Mapping[str, str]) -> ev.Command:
+        """A trainer's opening; the answer to it. One that is said again tells no news of peers."""
         with self.lock:
-            self.endpoints.update(endpoints)
-        return self.ask(lambda token, _: make(token), 10.0)
+            known = self.endpoints if opened.term == self.core.view.term else {}
+            self.endpoints.update({**endpoints, **known})
+        return self.ask(lambda token, _: dataclasses.replace(opened, token=token), 10.0)
 
     def learn(self, opened: ev.Opened, endpoints: Mapping[str, str]) -> None:
         """What a peer has told of a newer term."""
@@ -184,12 +185,14 @@ class Shell:
     def heartbeat(self, look: Callable[[], Mapping[str, PeerInfo]]) -> None:
         """Called now and then; ``look`` gives the sessions there are: who has none is gone.
 
-        Whoever is connected from this node keeps the agent from being idle: a trainer that
-        restores has not opened yet.
+        One whose connections were lost has another session at its next call, and is no other
+        trainer: what waits for it there goes on. Whoever is connected from this node keeps the
+        agent from being idle: a trainer that restores has not opened yet.
         """
         with self.lock:
             sessions = look()
-            gone = [name for name, session in self._trainers.items() if session not in sessions]
+            clients = {session.client for session in sessions.values()}
+            gone = [name for name, client in self._trainers.items() if client not in clients]
             for name in gone:
                 del self._trainers[name]
                 self.tell(ev.Closed(name))
