@@ -16,9 +16,12 @@ from tests.core.kit import begin, make_toy, train
 
 
 def exposed(node: Node) -> bool:
-    """Whether the node's agent finds any chain in fewer hands than it should be, or knows none."""
-    chains = node.status()["chains"].values()
-    return not chains or any(chain["exposed"] for chain in chains)
+    """Whether the node's agent finds any chain in fewer hands than it should be.
+
+    So does one that has not been told of a term yet: it knows nothing of hands.
+    """
+    status = node.status()
+    return not status["term"] or any(chain["exposed"] for chain in status["chains"].values())
 
 
 def reached(node: Node) -> str:
