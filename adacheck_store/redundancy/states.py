@@ -6,6 +6,7 @@ both, and how redundant it is follows from those.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -240,7 +241,8 @@ def _states_of(tensor: _Held, common: _Common) -> list[State]:
                 f"{sorted(place[1])[:20]}",
                 hint="run the same version of adacheck-store on all ranks",
             )
-    return sorted(_scoped(list(found.values())), key=_order)
+    size = min((math.prod(held.shape) for held in tensor[1]), default=0)
+    return sorted(_scoped(list(found.values()), size), key=_order)
 
 
 def _holders(tensor: _Held, place: _Place, params: bool) -> Ranks:
@@ -268,12 +270,17 @@ def _state(held: Holding, piece: Piece, copies: Ranks) -> State:
     )  # fmt: skip
 
 
-def _scoped(found: list[State]) -> list[State]:
-    """Where one piece of a name means several contents, each gets the scope of its first rank."""
+def _scoped(found: list[State], size: int) -> list[State]:
+    """Where one name means several tensors, each state gets the scope of its first rank.
+
+    So it is where pieces have more elements together than one tensor, of ``size`` or more, has;
+    where one piece means two contents only these get it.
+    """
     count = Counter(state.piece for state in found)
-    if len(count) == len(found):
+    one = sum(piece.elements for piece in count) <= size
+    if one and len(count) == len(found):
         return found
-    return [state if count[state.piece] == 1 else alone(state) for state in found]
+    return [state if one and count[state.piece] == 1 else alone(state) for state in found]
 
 
 def alone(state: State) -> State:

@@ -2,39 +2,44 @@
 
 from __future__ import annotations
 
-PARALLEL = ("zero", "zero_whole")
+PARALLEL = ("zero", "moe", "stages")
 """Kinds that are built here."""
-
-SAME_DATA = ("tp", "tp_fsdp")
-"""Kinds of which all ranks see the same batches."""
 
 
 def build_parallel(kind: str, rank: int, ranks: int, width: int):
-    """A model and its optimizer.
+    """A model and its optimizer or optimizers.
 
     ``zero``: DDP with ``ZeroRedundancyOptimizer`` and two groups; each parameter is stepped on one
-    rank, from where all others get it. ``zero_whole``: its model alone, and a plain optimizer.
+    rank, from where all others get it.
+    ``moe``: an expert on each rank, tokens sent to them and back; the attention is on all ranks,
+    and stepped by ``ZeroRedundancyOptimizer``. ``stages``: two stages of a pipeline, each of
+    layers that it numbers from 0, on four ranks each stage twice.
     """
-    from torch import nn
-    from torch.optim import AdamW
-
-    model = _mlp(width)
-    if kind == "zero_whole":
-        return model, AdamW(model.parameters())
-    if ranks > 2:  # DDP would add up in another order after a restart
-        average(model.parameters())
-        return model, _zero(model)
-    wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    return wrapped, _zero(model)
+    model = bare(kind, rank, ranks, width)
+    return {"zero": _zero, "moe": _sent, "stages": _piped}[kind](model, rank, ranks)
 
 
-def average(params) -> None:
-    """Average the gradients of these parameters over all ranks, each as soon as it is there."""
+def bare(kind: str, rank: int, ranks: int, width: int = 37):
+    """The model of a rank, without what needs the other ranks."""
+    if kind == "moe":
+        return _mixture(rank, ranks, width)
+    return _stage(rank >= ranks // 2, width) if kind == "stages" else _mlp(width)
+
+
+def data_of(kind: str, rank: int, ranks: int) -> int:
+    """Which batches a rank sees; ranks of one number see the same."""
+    if kind.startswith("tp"):
+        return 0
+    return rank % (ranks // 2) if kind == "stages" else rank
+
+
+def average(params, group=None) -> None:
+    """Average the gradients of these parameters over ranks, each as soon as it is there."""
     import torch.distributed as dist
 
     def averaged(param) -> None:
-        dist.all_reduce(param.grad)
-        param.grad /= dist.get_world_size()
+        dist.all_reduce(param.grad, group=group)
+        param.grad /= dist.get_world_size(group)
 
     for param in params:
         if param.requires_grad:
@@ -52,14 +57,134 @@ def _mlp(width: int):
     return model
 
 
-def _zero(model):
+def _zero(model, rank: int, ranks: int):
+    from torch import nn
     from torch.distributed.optim import ZeroRedundancyOptimizer
     from torch.optim import AdamW
 
+    wrapped = model
+    if ranks > 2:  # DDP would add up in another order after a restart
+        average(model.parameters())
+    else:
+        wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     groups = [
         {"params": [p for layer in model[:-1] for p in layer.parameters()]},
         {"params": [model[-1].weight], "lr": 3e-2},
     ]
-    return ZeroRedundancyOptimizer(
+    return wrapped, ZeroRedundancyOptimizer(
         groups, AdamW, parameters_as_bucket_view=True, lr=1e-2, weight_decay=0.1, fused=True
     )
+
+
+def _mixture(rank: int, ranks: int, width: int):
+    import torch
+    from torch import nn
+
+    class Mixture(nn.Module):
+        """Attention over a batch, then of each token one expert, weighted by its router."""
+
+        clipped = False
+        """The norm of a rank's gradients is not that of all: experts differ."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(9, 3)
+            self.router = nn.Linear(9, ranks)
+            torch.manual_seed(31 + rank)
+            self.expert = nn.Sequential(nn.Linear(9, width), nn.GELU(), nn.Linear(width, 9))
+            torch.manual_seed(5)
+            self.head = nn.Linear(9, 1)
+
+        def forward(self, batch):
+            tokens = batch + self.attention(batch, batch, batch, need_weights=False)[0]
+            share = self.router(tokens).softmax(-1)
+            to = share.argmax(-1)
+            to[: min(ranks, len(to))] = torch.arange(min(ranks, len(to)))  # no expert is idle
+            weight = share.gather(1, to[:, None])
+            order = to.argsort(stable=True)
+            sent = torch.bincount(to, minlength=ranks)
+            got = torch.empty_like(sent)
+            torch.distributed.all_to_all_single(got, sent)
+            there = exchange()(tokens[order], sent.tolist(), got.tolist())
+            back = exchange()(self.expert(there), got.tolist(), sent.tolist())
+            mixed = torch.zeros_like(tokens).index_copy(0, order, back)
+            return self.head(tokens + weight * mixed)
+
+    return Mixture()
+
+
+def _sent(model, rank: int, ranks: int):
+    import torch
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    shared = [p for name, p in model.named_parameters() if not name.startswith("expert")]
+    average(shared)
+    return model, [
+        ZeroRedundancyOptimizer(shared, torch.optim.AdamW, lr=1e-2, fused=True),
+        torch.optim.AdamW(model.expert.parameters(), lr=2e-2, fused=True),
+    ]
+
+
+def exchange():
+    """All-to-all of rows, through which gradients go back the same way."""
+    import torch
+
+    class Exchange(torch.autograd.Function):
+        @staticmethod
+        def forward(context, rows, sent, got):
+            context.way = got, sent
+            found = rows.new_empty(sum(got), rows.shape[1])
+            torch.distributed.all_to_all_single(found, rows.contiguous(), got, sent)
+            return found
+
+        @staticmethod
+        def backward(context, grad):
+            return Exchange.apply(grad, *context.way), None, None
+
+    return Exchange.apply
+
+
+def _stage(last: bool, width: int):
+    import torch
+    from torch import nn
+
+    class Stage(nn.Module):
+        """Layers numbered from 0 in each stage: of one shape, and of another, and one frozen."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            frozen = nn.LayerNorm(9).requires_grad_(False)
+            sizes = (9, width), (width, 1 if last else 9)
+            self.layers = nn.ModuleList([frozen, *(nn.Linear(*size) for size in sizes)])
+
+        def forward(self, batch):
+            normed, first, second = self.layers
+            return second(torch.nn.functional.gelu(first(normed(batch))))
+
+    torch.manual_seed(11 + last)
+    return Stage()
+
+
+def _piped(model, rank: int, ranks: int):
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    each = ranks // 2
+    last = rank >= each
+    along = [dist.new_group([at, at + each]) for at in range(each)][rank % each]
+    across = [dist.new_group(range(at, at + each)) for at in (0, each)][last]
+    average(model.parameters(), across)
+    stage = PipelineStage(model, int(last), 2, torch.device("cpu"), group=along)
+    schedule = ScheduleGPipe(stage, 2, loss_fn=torch.nn.functional.mse_loss)
+
+    def run(batch, target):
+        losses: list = []
+        schedule.step(*() if last else (batch,), target=target if last else None, losses=losses)
+        return torch.stack(losses).mean() if last else torch.zeros(())
+
+    model.__dict__["run"] = run
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=1e-2, fused=True
+    )
+    return model, optimizer

@@ -12,8 +12,9 @@ from adacheck_store.redundancy.costs import exchange_bytes
 from adacheck_store.redundancy.shares import shares
 from adacheck_store.redundancy.sighting import Piece
 from adacheck_store.redundancy.states import Holding, Side, states
+from tests.ranks.parallel import bare
 from tests.ranks.test_shared import count_exchanges, kept, revisions
-from tests.ranks.worker import STEPS, Launcher, build, check_against
+from tests.ranks.worker import STEPS, Launcher, check_against
 
 pytestmark = pytest.mark.fault
 
@@ -56,10 +57,11 @@ def held(name: str, tensor: Any, rank: int, param: Ranks, optimizer: Ranks) -> H
     )
 
 
-def check_bytes(attempt, store, run: dict[int, list[Holding]]) -> None:
+def check_bytes(attempt, store, run: dict[int, list[Holding]], *, sets: int = 0) -> None:
     """A step keeps, and the ranks have sent each other, what the pure rules say of the strategy.
 
-    ``run`` is what each rank holds; nothing is on several ranks that are not all.
+    ``run`` is what each rank holds. Besides sets of all ranks and of one, ranks have been told
+    ``sets``, of neighbours.
     """
     topology = Topology(nodes=[Node(name="n")], ranks=dict.fromkeys(run, "n"))
     parts = shares(states(run), topology).parts
@@ -72,20 +74,37 @@ def check_bytes(attempt, store, run: dict[int, list[Holding]]) -> None:
         for mine in run.values() for each in mine
     )  # fmt: skip
     sent = [sum(exchanged[:4]) for exchanged in attempt.every("stored", "exchanged")]
-    assert sum(sent) == exchange_bytes(tokens=tokens, sets=0, runs=0).payload
+    assert sum(sent) == exchange_bytes(tokens=tokens, sets=sets, runs=sets).payload
+
+
+def dealt(groups: Iterable[Iterable[tuple[str, Any]]], ranks: int) -> dict[str, int]:
+    """Who steps each parameter under ZeroRedundancyOptimizer: as torch deals them out."""
+    load = dict.fromkeys(range(ranks), 0)
+    stepped: dict[str, int] = {}
+    for group in groups:
+        for name, param in sorted(group, key=lambda each: -each[1].numel()):
+            stepped[name] = min(load, key=load.__getitem__)
+            load[stepped[name]] += param.numel()
+    return stepped
+
+
+def scopes(store) -> dict[str, list[str]]:
+    """The scopes of each tensor's states in the newest revision."""
+    found = revisions(store)[-1].redundancy
+    told: dict[str, list[str]] = {}
+    for part in found.parts:
+        for name, ground in part.pairs():
+            told.setdefault(found.names[name], []).append(found.grounds[ground].scope)
+    return told
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_zero_redundancy_optimizer(tmp_path, ranks):
     """Each gradient is kept by the rank that steps by it; the others read the parameter alone."""
     attempt, store = killed_and_restored(tmp_path, "zero", ranks)
-    model = build("zero_whole", 0, 1)[0]
-    load = dict.fromkeys(range(ranks), 0)
-    stepped: dict[str, int] = {}
-    for group in (list(model[:-1].named_parameters()), [("5.weight", model[-1].weight)]):
-        for name, param in sorted(group, key=lambda each: -each[1].numel()):
-            stepped[name] = min(load, key=load.__getitem__)  # as torch deals them out
-            load[stepped[name]] += param.numel()
+    model = bare("zero", 0, ranks)
+    groups = [*model[:-1].named_parameters()], [("5.weight", model[-1].weight)]
+    stepped = dealt(groups, ranks)
     run = {
         rank: [
             held(name, param, rank, range(ranks), [stepped[name]] if name in stepped else [])
@@ -96,4 +115,51 @@ def test_zero_redundancy_optimizer(tmp_path, ranks):
     check_bytes(attempt, store, run)
     for text in attempt.every("stored", "redundancy"):
         assert "1 of 8 states have copies on several ranks and are kept once; 7 more" in text
-    assert revisions(store)[-1].redundancy is not None
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_experts_with_an_attention_under_zero(tmp_path, ranks):
+    """The paper's Figure 6: the attention's parameters are on all ranks, its moments on one."""
+    attempt, store = killed_and_restored(tmp_path, "moe", ranks)
+    every = range(ranks)
+    models = [bare("moe", rank, ranks) for rank in every]
+    shared = {n: p for n, p in models[0].named_parameters() if not n.startswith("expert")}
+    stepped = dealt([shared.items()], ranks)
+    run = {
+        rank: [
+            held(name, p, rank, every, [stepped[name]])
+            if name in shared else held(name, p, rank, [rank], [rank])
+            for name, p in model.named_parameters()
+        ]
+        for rank, model in zip(every, models, strict=True)
+    }  # fmt: skip
+    check_bytes(attempt, store, run)
+    own = [f"r{rank:06d}" for rank in every]
+    assert scopes(store) == {
+        name: [""] if name in shared else own for name, _ in models[0].named_parameters()
+    }
+    for text in attempt.every("stored", "redundancy"):
+        assert f"0 of {8 + 4 * ranks} states have copies on several ranks" in text
+        assert "; 8 more have of their parameter or optimizer alone" in text
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_stages_of_a_pipeline(tmp_path, ranks):
+    """Each stage has a ``layers.1``: no copies, though they have one name; replicas of it are."""
+    attempt, store = killed_and_restored(tmp_path, "stages", ranks)
+    width = ranks // 2
+    run = {}
+    for rank in range(ranks):
+        replicas = range(rank // width * width, rank // width * width + width)
+        run[rank] = [
+            held(name, p, rank, replicas, replicas) if p.requires_grad
+            else held(name, p, rank, range(ranks), [])
+            for name, p in bare("stages", rank, ranks).named_parameters()
+        ]  # fmt: skip
+    check_bytes(attempt, store, run, sets=ranks if width > 1 else 0)
+    own = ["r000000", f"r{width:06d}"]
+    assert {name: sorted(each) for name, each in scopes(store).items()} == {
+        "layers.0.weight": [""], "layers.0.bias": [""],
+        "layers.1.weight": own, "layers.1.bias": own,  # of one shape
+        "layers.2.weight": own, "layers.2.bias": own,  # and of two
+    }  # fmt: skip

@@ -29,10 +29,11 @@ def side(piece: Piece, copies: Ranks | set[int], item: int, why: str = "") -> Si
 def held(
     name: str, param: tuple[Piece, Ranks | set[int]] | None = None,
     optimizer: tuple[Piece, Ranks | set[int]] | None = None, why: str = "",
+    shape: tuple[int, ...] = SHAPE,
 ) -> Holding:  # fmt: skip
     """A half parameter of 2 bytes, and 12 of its optimizer: master copy and two moments."""
     return Holding(
-        scope="", name=name, shape=SHAPE,
+        scope="", name=name, shape=shape,
         param=side(*param, 2, why) if param else None,
         optimizer=side(*optimizer, 12, why) if optimizer else None,
     )  # fmt: skip
@@ -76,7 +77,7 @@ def zero3(
     for r in range(size):
         copies = frozenset(range(r % shards, size, shards))
         both = (shard(r % shards, shards, elements), copies)
-        found[r] = [held(f"w{i}", both, both) for i in range(tensors)]
+        found[r] = [held(f"w{i}", both, both, shape=(elements,)) for i in range(tensors)]
     return found
 
 

@@ -183,6 +183,22 @@ def test_a_name_that_means_one_content_needs_no_scope() -> None:
     assert [state.scope for state in local] == ["r000000", "r000001"]
 
 
+def test_a_name_that_means_several_tensors_is_scoped() -> None:
+    """Stages of a pipeline, each with a tensor of that name: other shapes, or cut otherwise."""
+    shapes = states({
+        rank: [held("layers.0", (Piece((((0, size),),)), {rank}), shape=(size,))]
+        for rank, size in enumerate((8, 9))
+    })  # fmt: skip
+    assert [state.scope for state in shapes] == ["r000000", "r000001"]
+    pieces = [shard(0, 2), shard(1, 2), *(shard(at, 3) for at in range(3))]
+    cut = states({rank: [held("layers.0", (each, {rank}))] for rank, each in enumerate(pieces)})
+    assert [state.scope for state in cut] == [f"r{rank:06d}" for rank in range(5)]
+    whole = states(
+        {rank: [held("layers.0", (each, {rank}))] for rank, each in enumerate(pieces[:2])}
+    )
+    assert [state.scope for state in whole] == ["", ""]
+
+
 @pytest.mark.parametrize(
     "by_rank",
     [
