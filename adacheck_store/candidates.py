@@ -24,6 +24,7 @@ from .catalog import Catalog, read_catalog
 from .deaths import Ceiling
 from .fetch import BlocksLostError, Fetcher
 from .group import SOLO, Group, lead, share
+from .parting import parted
 from .plan_json import decode_plan, encode_plan
 from .recovery import NOWHERE, Nearness, RestorePlan, nearer, plan_restore
 
@@ -59,11 +60,12 @@ class _Planner:
         self._newest = -1
         self._reasons: list[str] = []
         self._damage: AdaCheckError | None = None
+        self._refused: dict[int, str] = {}
 
     def plan(self) -> RestorePlan:
         """The newest step left (or the one asked for), with all reasons why it is not newer."""
         try:
-            plan = plan_restore(self._catalog, self._step, self._term, self._ceiling)
+            plan = plan_restore(self._catalog, self._step, self._term, self._ceiling, self._refused)
         except RestoreError as error:
             raise _with_damage(error, self._damage) from self._damage
         self._newest = max(self._newest, plan.newest)
@@ -84,6 +86,10 @@ class _Planner:
                 self._catalog = _end_chain(self._catalog, plan, harm["last_match"])
             else:
                 self._catalog = self._catalog.without(map(tuple, harm["lost"]))
+
+    def refuse(self, plan: RestorePlan, why: str) -> None:
+        """Take another step than the plan's."""
+        self._refused[plan.step] = f"step {plan.step}: {why}"
 
     def blame(self, damage: AdaCheckError | None) -> None:
         """Remember what this rank met, for the refusal that may follow from it."""
@@ -117,6 +123,9 @@ def carry_out(
     while True:
         plan = lead(group, "plan", planned, encode=encode_plan, decode=decode_plan)
         fetcher = Fetcher(tiers)
+        if why := parted(fetcher, plan, group):
+            planner.refuse(plan, why)
+            continue
         results: list[T] = []
         damages: list[AdaCheckError] = []
 

@@ -280,11 +280,13 @@ class Prover:
 
 
 def plan_restore(
-    catalog: Catalog, step: int | None = None, term: str = "", ceiling: Ceiling | None = None
-) -> RestorePlan:
+    catalog: Catalog, step: int | None = None, term: str = "", ceiling: Ceiling | None = None,
+    refused: Mapping[int, str] | None = None,
+) -> RestorePlan:  # fmt: skip
     """The newest provable step of the line that is not above ``ceiling``, or the step asked for.
 
-    Where all that is provable is above the ceiling it is the oldest of that. Raises `RestoreError`
+    Where all that is provable is above the ceiling it is the oldest of that. ``refused`` are steps
+    that are not to be taken, with the reason. Raises `RestoreError`
     for a run without history, `NotProvableError` naming the reasons and, for a step asked for, the
     nearest steps that are provable.
     """
@@ -293,7 +295,7 @@ def plan_restore(
     seen = prover.seen_steps()
     newest = seen[0] if seen else line[-1].first
     if step is not None:
-        plan = prover.prove(step)
+        plan = (refused or {}).get(step) or prover.prove(step)
         if isinstance(plan, str):
             raise _refusal(catalog, prover, step, plan)
         return replace(plan, newest=newest)
@@ -302,11 +304,13 @@ def plan_restore(
     for candidate in seen:
         if ceiling is not None and candidate > ceiling.step:
             continue
-        plan = prover.doubt(candidate) or prover.prove(candidate)
+        doubt = (refused or {}).get(candidate) or prover.doubt(candidate)
+        plan = doubt or prover.prove(candidate)
         if isinstance(plan, RestorePlan):
             return replace(plan, newest=newest, reasons=tuple(reasons), passed_over=over)
         reasons.append(plan)
-    if ceiling is not None and (steps := prover.provable_steps()):
+    steps = [s for s in prover.provable_steps() if s not in (refused or {})] if ceiling else []
+    if ceiling is not None and steps:
         return _oldest(prover, ceiling, steps, newest)
     summary = "; ".join(reasons[:5]) or "no base and no delta"
     if line[0].manifest.parent_term:

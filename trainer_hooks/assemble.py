@@ -20,7 +20,7 @@ from .extras import freeze
 from .held import typed_groups
 from .layouts import Binding
 from .loader import LoaderPosition
-from .outside import OutsideWatch
+from .outside import OutsideWatch, SetCopy
 from .stager import HostBuffer, Stager, StateArea
 from .tracked import Tracked
 from .unfolded import state_trees
@@ -47,6 +47,7 @@ class Assembly:
     def __init__(self, binding: Binding, settings: Settings) -> None:
         self.binding = binding
         self._settings = settings
+        self._kept_here = frozenset(binding.slots)
         self._blocks = BlockWatch(binding)
         self.stager = Stager(
             binding, policy=settings.policy, window=settings.window,
@@ -60,6 +61,18 @@ class Assembly:
         area = self.stager.area()
         fill_area(self.binding, area)
         return area
+
+    def _kept(self, staged: Sequence[SetCopy]) -> tuple[list[SetCopy], list[SetCopy]]:
+        """Copies of what is kept here, and of what is kept elsewhere."""
+        apart = [item for item in staged if item.slot not in self._kept_here]
+        return [item for item in staged if item.slot in self._kept_here], apart
+
+    def state_touched(self) -> bool:
+        """Whether optimizers' state was changed by others since this was asked last."""
+        touched = self.watch.state_touched()
+        if touched:
+            self.encoder.witness.state_edited()
+        return touched
 
     def _release(self, buffer: HostBuffer | None, area: StateArea | None) -> None:
         if buffer is not None:
@@ -75,7 +88,7 @@ class Assembly:
     def start_boundary(self, step: int, extras: Mapping[str, Any]) -> StartBoundary:
         """The boundary before the first update: everything as it stands is known from here on."""
         buffer = self.stager.acquire()
-        copies = self.watch.stage(buffer)
+        copies, _ = self._kept(self.watch.stage(buffer))
         groups, states = boundary_groups(self.binding), section_states(self.binding)
         buffer.landed()
         buffer.settle()
@@ -98,7 +111,8 @@ class Assembly:
         """
         area = None
         try:
-            copies = self.watch.stage(buffer)  # first: it says by name what has changed its shape
+            staged = self.watch.stage(buffer)  # first: it says by name what has changed its shape
+            copies, apart = self._kept(staged)
             captured = based or gap is not None
             if captured or step % self._settings.base_every == 0:
                 area = self.stager.area()
@@ -111,7 +125,7 @@ class Assembly:
                 arrays=existing_arrays(self.binding),
                 states=section_states(self.binding) if captured else {},
                 extras=extras, on_release=self._release, gap=gap, based=based,
-                flushes=flushes_denormals(),
+                flushes=flushes_denormals(), apart=apart,
             )  # fmt: skip
             buffer.landed()
             return closed
@@ -123,8 +137,8 @@ class Assembly:
         """A boundary without an update or a base: what `again` needs of it."""
         return ClosedBoundary(
             step=step, encoder=self.encoder, buffer=None, area=None, updates=(),
-            copies=self.watch.stage(None), groups=boundary_groups(self.binding), arrays=[],
-            states={}, extras=extras, on_release=self._release,
+            copies=self._kept(self.watch.stage(None))[0], groups=boundary_groups(self.binding),
+            arrays=[], states={}, extras=extras, on_release=self._release,
         )  # fmt: skip
 
     def again(self, last: ClosedBoundary, gap: Mapping[str, Any]) -> ClosedBoundary | None:

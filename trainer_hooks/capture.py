@@ -98,11 +98,12 @@ class Capture:
         self._buffer, self._updates = None, []
         self._binding, self._stager, self._watch = binding, stager, watch
         self._pending.begin(binding)
-        self._params = [slot.item.tensor for slot in binding.trained]
+        self._slots = binding.captured
+        self._params = [slot.item.tensor for slot in self._slots]
         self._halves = {i for i, param in enumerate(self._params) if shared_half(param)}
-        self._dtypes = [staged_dtype(slot.section, self._policy) for slot in binding.trained]
+        self._dtypes = [staged_dtype(slot.section, self._policy) for slot in self._slots]
         self._mine: list[list[int]] = [[] for _ in self._optimizers]
-        for index, slot in enumerate(binding.trained):
+        for index, slot in enumerate(self._slots):
             number, param = slot.section.optimizer, slot.item.tensor
             self._mine[number].append(index)
             if remote(param) and number not in self._recordings:
@@ -155,7 +156,7 @@ class Capture:
         if self._roles_of(number) != self._roles[number]:
             return "a group's flags have changed what state the optimizer keeps"
         for index in self._mine[number]:
-            item = self._binding.trained[index].item
+            item = self._slots[index].item
             if item.current is not self._params[index]:
                 return f"parameter {item.name!r} was replaced"
         return ""
@@ -218,9 +219,8 @@ class Capture:
         param = self._params[index]
         kind = odd_gradient(param, grad)
         if kind:
-            assert self._binding is not None
             raise UnsupportedError(
-                f"the gradient of {self._binding.trained[index].item.name!r} is {kind}",
+                f"the gradient of {self._slots[index].item.name!r} is {kind}",
                 hint="use dense gradients (sparse=False) of the parameter's dtype and sharding",
             )
         return local(grad).detach()
@@ -275,7 +275,7 @@ class Capture:
     def _spoils(self, index: int) -> bool:
         """Whether the step may write into this gradient (SGD nesterov, foreach)."""
         assert self._binding is not None
-        return bool(self._binding.group(self._binding.trained[index]).get("nesterov"))
+        return bool(self._binding.group(self._slots[index]).get("nesterov"))
 
     def _after(self, number: int) -> None:
         if self._binding is None:
@@ -385,7 +385,7 @@ class Capture:
         if not mine or check is None:
             return set()
         bad = [bool(check(group)) for group in self._optimizers[number].param_groups]
-        return {index for index in mine if bad[self._binding.trained[index].piece.group]}
+        return {index for index in mine if bad[self._slots[index].piece.group]}
 
     def _is_staged(self, index: int, grad: torch.Tensor) -> bool:
         """Whether what was staged before the step is the gradient that it has used."""

@@ -269,7 +269,7 @@ class Checkpointer:
                 self._session.follow(self._assembly.binding.layout, self._step)
             elif self._detection.due(self._step):
                 self._share()
-            if self._assembly.watch.state_touched():
+            if self._assembly.state_touched():
                 self._bases.state_touched()
             gap = self._bases.gap(self._step, self._session.wants_base(), self._assembly.binding)
             due = gap is not None or self._assembly.binding.foldable
@@ -304,6 +304,7 @@ class Checkpointer:
         buffer, updates = self._capture.take()
         based = gap is None and self._bases.besides(self._step, self._assembly.encoder.bounded)
         closed = self._assembly.boundary(self._step, buffer, updates, extras, gap, based=based)
+        closed.agreed = self._detection.agreed(self._step)
         if based or gap is not None:
             self._bases.exact = self._step
         return closed

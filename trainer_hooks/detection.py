@@ -17,12 +17,13 @@ import torch
 
 from adacheck_store.config import Settings, node_name
 from adacheck_store.format.errors import AdaCheckError
+from adacheck_store.format.keys import part_name
 from adacheck_store.format.layout import Layout
 from adacheck_store.group import Group
 from adacheck_store.redundancy.agreement import agreed, encode_holdings
 from adacheck_store.redundancy.detector import Detector
 from adacheck_store.redundancy.exchange import carry
-from adacheck_store.redundancy.lead import Lead
+from adacheck_store.redundancy.lead import AS_BEFORE, Lead
 from adacheck_store.redundancy.shares import Sharing, decode_sharing
 from adacheck_store.redundancy.sighting import (
     DIGEST_BYTES,
@@ -32,6 +33,7 @@ from adacheck_store.redundancy.sighting import (
     sight,
 )
 from adacheck_store.redundancy.states import holdings
+from adacheck_store.redundancy.witness import Place, shared_by
 
 from .layouts import Binding, Slot
 from .narrow import narrowed
@@ -63,6 +65,8 @@ class Detection:
         self._detector = Detector(self._group.rank, self._group.size)
         self._lead = Lead()
         self._updates = 0
+        self._places: tuple[Place, ...] = ()
+        self._agreed = -1
         if not self._why_off:
             self.said = "nothing has been compared yet" if foldable else "updates are not folded"
 
@@ -99,9 +103,16 @@ class Detection:
             found = carry(agreement, self._exchange)
             if not found:
                 return None
+            if found == AS_BEFORE:
+                self._agreed = step
+                return None
             sharing = decode_sharing(found)
-            mine = narrowed(whole, sharing.written_by(self._group.rank))
+            parts = [part_name(rank) for rank in range(self._group.size)]
+            places = shared_by(sharing.redundancy, parts, self._group.rank)
+            names = [name for _, _, name in places]
+            mine = narrowed(whole, sharing.written_by(self._group.rank), names)
             follow(mine.layout, step, sharing)
+            self._places, self._agreed = places, step
         except AdaCheckError as error:
             self._on = False
             self.said = f"{self.said}; copies are not compared any more: {error.message}"
@@ -110,6 +121,10 @@ class Detection:
         self.said = str(sharing)
         log.log(logging.WARNING if sharing.diverged else logging.INFO, "redundancy: %s", self.said)
         return mine
+
+    def agreed(self, step: int) -> tuple[Place, ...] | None:
+        """What this rank has copies of, where all were found equal at that step; else None."""
+        return self._places if step == self._agreed else None
 
     def _exchange(self, messages: list[bytes]) -> Sequence[bytes]:
         return self._group.exchange(messages, self._settings.stall_timeout_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,7 @@ from adacheck_store.format.errors import AdaCheckError
 from adacheck_store.format.layout import Layout, Section, align
 from adacheck_store.format.record import Record
 from adacheck_store.optimizers import arithmetic_digest, folds_alike
+from adacheck_store.redundancy.witness import Place, to_tree
 
 from .blocks import BlockWatch, sums_of
 from .capture_base import base_record, sealed_record
@@ -37,6 +39,9 @@ from .outside import SetCopy, Stored
 from .pending import sort_out
 from .stager import HostBuffer, StateArea
 from .updates import CapturedUpdate
+from .witness import Witnessing
+
+log = logging.getLogger(__name__)
 
 ENCODED_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -75,6 +80,7 @@ class Encoder:
         self.blocks = blocks
         self.new_area = new_area
         self.stored = Stored()
+        self.witness = Witnessing(binding)
         self.bounded = False
         self._judged: set[str] = set()
         self._members: dict[str, list[int]] = {}
@@ -95,7 +101,7 @@ class Encoder:
         """The digest of each optimizer's arithmetic under these groups, on its device."""
         found = []
         for number, (spec, groups) in enumerate(zip(self.binding.specs, used, strict=True)):
-            slots = [s for s in self.binding.trained if s.section.optimizer == number]
+            slots = [s for s in self.binding.captured if s.section.optimizer == number]
             dtypes = sorted({slot.section.roles[0][1] for slot in slots})
             device = next((s.item.tensor.device for s in slots if remote(s.item.tensor)), "cpu")
             if not spec.foldable:
@@ -256,8 +262,9 @@ class ClosedBoundary:
     ``gap`` is that of the base it comes with instead of a delta, ``based`` says that one comes
     besides; ``failure`` why there is no delta to be had. ``flushes`` says whether the training
     thread took denormals for zero: then so does the writer's. ``area`` holds the whole state
-    where one was wanted, ``arrays`` names the arrays of the state that exist. What was copied may
-    be read only once it has landed.
+    where one was wanted, ``arrays`` names the arrays of the state that exist. ``apart`` are copies
+    of slots kept elsewhere; ``agreed`` are the states whose copies all ranks have found equal at
+    this step, None if they were not compared. What was copied may be read only once it has landed.
     """
 
     step: int
@@ -276,6 +283,8 @@ class ClosedBoundary:
     gap: Mapping[str, Any] | None = None
     based: bool = False
     flushes: bool = False
+    apart: Sequence[SetCopy] = ()
+    agreed: Sequence[Place] | None = None
     _content: tuple[DeltaBody, dict[str, torch.Tensor]] | None = None
 
     @property
@@ -350,10 +359,33 @@ class ClosedBoundary:
     def extra(self, link: Link) -> Record:
         """The rank's extra of this step."""
         self._settle()
-        return extra_record(link, self.step, sort_out(self.extras))
+        self._witness()
+        told = self.encoder.witness.of(self.step)
+        witness = {} if told is None else {"witness": to_tree(told)}
+        return extra_record(link, self.step, {**sort_out(self.extras), **witness})
+
+    def _witness(self) -> None:
+        """Take note, once, of what has changed states that other ranks hold too."""
+        witness = self.encoder.witness
+        if self.agreed is not None:
+            witness.begin(self.step, self.agreed)
+        elif self.failure is None:
+            updates = [update for update in self.updates if update.applied()]
+            witness.advance(self.step, updates, (*self.copies, *self.apart))
+        self.agreed = None
+
+    def _witness_unstored(self) -> None:
+        """What is not stored has changed, all the same, what other ranks have copies of."""
+        try:
+            if self.agreed is not None or self.encoder.witness.follows(self.step):
+                self._settle()
+                self._witness()
+        except Exception as error:
+            log.warning("step %d is not compared with other ranks: %s", self.step, error)
 
     def release(self) -> None:
         """Give the buffers back; a second call does nothing."""
+        self._witness_unstored()
         buffer, area = self.buffer, self.area
         self.buffer = self.area = self._content = None
         if buffer is not None or area is not None:

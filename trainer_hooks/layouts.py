@@ -55,7 +55,8 @@ class Binding:
     ``slots`` are in the layout's order; ``trained`` those an optimizer updates, ``outside`` the
     others. ``keepers`` keep the state of the ``optimizers`` (see `inner`), ``specs`` are theirs.
     ``given`` are all slots here that an optimizer was given, also those that another rank updates
-    or keeps (see `narrowed`), in the order of the whole.
+    or keeps (see `narrowed`), in the order of the whole. ``captured`` are ``trained`` and, laid out
+    for themselves, others that are trained here alike and kept by another rank; so are ``watched``.
     """
 
     layout: Layout
@@ -66,6 +67,8 @@ class Binding:
     trained: tuple[Slot, ...]
     outside: tuple[Slot, ...]
     given: tuple[Slot, ...]
+    captured: tuple[Slot, ...]
+    watched: tuple[Slot, ...]
 
     @property
     def foldable(self) -> bool:
@@ -144,11 +147,12 @@ def bind(
         section = _section(key, members, used, group)
         sections.append(section)
         slots += [Slot(section, i, item) for i, (item, _) in enumerate(members)]
+    trained = tuple(slot for slot in slots if slot.section.optimizer >= 0)
+    outside = tuple(slot for slot in slots if slot.section.optimizer < 0)
     return Binding(
         layout=Layout(optimizers=tuple(spec.name for spec in specs), sections=tuple(sections)),
         optimizers=optimizers, keepers=keepers, specs=specs, slots=tuple(slots),
-        trained=tuple(slot for slot in slots if slot.section.optimizer >= 0),
-        outside=tuple(slot for slot in slots if slot.section.optimizer < 0),
+        trained=trained, outside=outside, captured=trained, watched=outside,
         given=tuple(slot for slot in slots if id(slot.item.tensor) in given),
     )  # fmt: skip
 

@@ -84,14 +84,15 @@ class OutsideWatch:
 
     def __init__(self, binding: Binding) -> None:
         self._binding = binding
-        self._params = [slot.item.tensor for slot in binding.trained]
+        self._trained, self._watched = binding.captured, binding.watched
+        self._params = [slot.item.tensor for slot in self._trained]
         self._marks: list[Mark] = []
         self._edited: set[int] = set()
         self._outside: list[Mark] = []
-        self._frozen = [slot for slot in binding.outside if slot.item.parameter]
+        self._frozen = [slot for slot in self._watched if slot.item.parameter]
         self._states: list[list[Any]] = [[] for _ in binding.optimizers]
         self._touched = False
-        self._large = [number for number, slot in enumerate(binding.outside) if not is_small(slot)]
+        self._large = [number for number, slot in enumerate(self._watched) if not is_small(slot)]
         self._settled: list[Mark] = []
         self.replayed = False
         self.rebase()
@@ -103,7 +104,7 @@ class OutsideWatch:
         for number in range(len(self._states)):
             self.note_state(number)
         self._touched = False
-        self._outside = [mark_of(slot.item.tensor) for slot in self._binding.outside]
+        self._outside = [mark_of(slot.item.tensor) for slot in self._watched]
         self._settled = self._frozen_marks()
 
     def _frozen_marks(self) -> list[Mark]:
@@ -153,7 +154,7 @@ class OutsideWatch:
         """A parameter that was changed since the last boundary, and not by an optimizer."""
         marks = zip(self._frozen, self._frozen_marks(), self._settled, strict=True)
         late = [slot for slot, now, then in marks if now != then]
-        late += [self._binding.trained[index] for index in sorted(self._edited)]
+        late += [self._trained[index] for index in sorted(self._edited)]
         return late[0].item.name if late else ""
 
     def changed(self) -> bool:
@@ -165,7 +166,7 @@ class OutsideWatch:
             )
             or self.state_touched()
         )
-        tensors = {number: self._binding.outside[number].item.tensor for number in self._large}
+        tensors = {number: self._watched[number].item.tensor for number in self._large}
         large = any(mark_of(tensor) != self._outside[number] for number, tensor in tensors.items())
         return trained or large or bool(self._edited)
 
@@ -174,7 +175,7 @@ class OutsideWatch:
         self.note_edits(range(len(self._params)))
         kept: list[SetCopy] = []
         targets, sources = [], []
-        for number, slot in enumerate(self._binding.outside):
+        for number, slot in enumerate(self._watched):
             tensor = _checked(slot)
             target = buffer.outside.get(number) if buffer is not None else None
             if target is None and number not in self._large:
@@ -190,7 +191,7 @@ class OutsideWatch:
             sources.append(tensor.detach())
             kept.append(SetCopy(slot, slot.section.main_role, target))
         for index in sorted(self._edited):
-            slot = self._binding.trained[index]
+            slot = self._trained[index]
             state = self._binding.state(slot)
             tensors: dict[str, Any] = {slot.section.main_role: slot.item.local}
             tensors |= {role: state.get(role) for role in slot.section.state_roles}

@@ -40,7 +40,8 @@ def is_small(slot: Slot) -> bool:
 class GradArea:
     """Memory for the gradients of one update of one optimizer.
 
-    ``grads`` holds them by section, ``views`` a parameter-shaped view per trained slot of it.
+    ``grads`` holds them by section, those of slots kept elsewhere apart from the others; ``views``
+    a parameter-shaped view per captured slot of it.
     """
 
     def __init__(self, binding: Binding, optimizer: int, policy: str, pinned: bool) -> None:
@@ -49,11 +50,18 @@ class GradArea:
             for section in binding.layout.sections
             if section.optimizer == optimizer
         }
-        self.views = {
-            index: shaped(self.grads[slot.section.name], slot.piece.offset, slot.shape)
-            for index, slot in enumerate(binding.trained)
-            if slot.section.optimizer == optimizer
-        }
+        kept = len(binding.trained)
+        others = {slot.section.name: slot.section for slot in binding.captured[kept:]}
+        elsewhere = {
+            name: zeros(section.elements, staged_dtype(section, policy), pinned)
+            for name, section in others.items() if section.optimizer == optimizer
+        }  # fmt: skip
+        self.views: dict[int, torch.Tensor] = {}
+        for index, slot in enumerate(binding.captured):
+            if slot.section.optimizer == optimizer:
+                areas = self.grads if index < kept else elsewhere
+                flat = areas[slot.section.name]
+                self.views[index] = shaped(flat, slot.piece.offset, slot.shape)
 
 
 class HostBuffer(Landing):
@@ -75,7 +83,7 @@ class HostBuffer(Landing):
         ]
         self.blocks = self._zeros(block_bytes, torch.uint8)
         self.outside: dict[int, torch.Tensor] = {}
-        for number, slot in enumerate(binding.outside):
+        for number, slot in enumerate(binding.watched):
             dtype = torch_dtype(slot.section.roles[0][1])
             if is_small(slot):
                 self.outside[number] = self._zeros(slot.piece.elements, dtype).view(slot.shape)
@@ -148,8 +156,9 @@ class Stager:
     def __init__(
         self, binding: Binding, *, policy: str, window: int, block_bytes: int, timeout_s: float
     ) -> None:
-        self.device = any(remote(slot.item.local) for slot in binding.slots)
-        self._pinned = any(slot.item.local.is_cuda for slot in binding.slots)
+        here = (*binding.slots, *binding.captured)
+        self.device = any(remote(slot.item.local) for slot in here)
+        self._pinned = any(slot.item.local.is_cuda for slot in here)
         self._binding = binding
         self._timeout_s = timeout_s
         self._free: queue.LifoQueue[HostBuffer] = queue.LifoQueue(maxsize=window + 1)

@@ -14,6 +14,9 @@ from .sighting import MAIN_ROLES, Piece
 from .states import Holding, Side, State, states
 from .watch import Divergence, Spot, Watch
 
+AS_BEFORE = b"="
+"""Instead of an assignment: all copies were compared, and all is as it was agreed before."""
+
 
 class Lead:
     """Rank 0's memory of what was agreed before; no other rank needs one."""
@@ -25,9 +28,9 @@ class Lead:
         self._agreed = -1
 
     def decide(self, step: int, heard: Sequence[bytes]) -> bytes:
-        """The assignment that follows from what all ranks hold; empty if it is as before.
+        """The assignment that follows from what all ranks hold, or `AS_BEFORE`.
 
-        So it is where a rank has made no update: equal tensors that stood still prove nothing.
+        Empty where a rank has made no update: equal tensors that stood still prove nothing.
         Raises `GroupError` where ranks do not agree on who holds what.
         """
         told = [decode_holdings(data, rank) for rank, data in enumerate(heard)]
@@ -45,7 +48,7 @@ class Lead:
         sharing = Sharing.of(found, self._agreed if apart else step, tuple(map(str, apart)))
         self._agreed = step
         if self._before is not None and sharing.alike(self._before):
-            return b""
+            return AS_BEFORE
         self._before = sharing
         return sharing.encode()
 

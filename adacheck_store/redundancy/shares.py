@@ -22,6 +22,7 @@ from .exchange import Ranks
 from .revision import as_recorded
 from .sighting import Piece
 from .states import Keep, State
+from .witness import ranks_holding
 
 StateKey = tuple[str, str, Piece]
 """Scope, name and piece of a state."""
@@ -122,7 +123,7 @@ class Sharing:
     def __str__(self) -> str:
         found = self.redundancy
         held = [each for part in found.parts for each in part.pairs()]
-        both = [len(_ranks(found, found.grounds[ground])) > 1 for _, ground in held]
+        both = [len(ranks_holding(found, found.grounds[ground])) > 1 for _, ground in held]
         either = [_widest(found, found.grounds[ground]) > 1 for _, ground in held]
         shared, more = sum(both), sum(either) - sum(both)
         partly = f"; {more} more have of their parameter or optimizer alone" if more else ""
@@ -149,12 +150,6 @@ def decode_sharing(data: bytes) -> Sharing:
         raise GroupError(f"rank 0 sent no assignment: {error}"[:400]) from error
 
 
-def _ranks(found: Redundancy, ground: Ground) -> Ranks:
-    """The ranks that hold both sides of what is so grounded."""
-    sides = [found.sets[side] for side in (ground.param, ground.optimizer) if side >= 0]
-    return frozenset.intersection(*(frozenset(ranks_of(runs)) for runs in sides))
-
-
 def _widest(found: Redundancy, ground: Ground) -> int:
     """On how many ranks the parameter is, or what its optimizer keeps, whichever is on more."""
     sides = [found.sets[side] for side in (ground.param, ground.optimizer) if side >= 0]
@@ -171,7 +166,7 @@ def wanted_of(manifest: Manifest, rank: int) -> Mapping[str, Mapping[tuple[str, 
     found = manifest.redundancy
     if found is None:
         return {}
-    whole = [rank in _ranks(found, ground) for ground in found.grounds]
+    whole = [rank in ranks_holding(found, ground) for ground in found.grounds]
     param = [
         ground.param >= 0 and rank in ranks_of(found.sets[ground.param]) for ground in found.grounds
     ]

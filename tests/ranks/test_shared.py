@@ -21,7 +21,7 @@ from adacheck_store.redundancy.states import Holding, Side, states
 from adacheck_store.restore import open_layout
 from adacheck_store.store import open_store
 from adacheck_store.tools.fsck import fsck
-from tests.ranks.worker import FLIPPED, FLIPPED_AT, STEPS, Launcher, build, check_against
+from tests.ranks.worker import APART_AT, FLIPPED, FLIPPED_AT, STEPS, Launcher, build, check_against
 
 pytestmark = pytest.mark.fault
 
@@ -250,6 +250,25 @@ def test_a_bit_that_flips_is_named_and_kept(tmp_path):
     assert second.wait() == [0, 0, 0]
     check_against(reference, second)
     assert min(second.every("restored")) >= 12
+
+
+def test_copies_that_part_before_the_next_look(tmp_path):
+    """Post-local SGD: what was kept of the owner alone is no step of the others, and is said."""
+    launcher = Launcher(tmp_path, "local", 2)
+    reference = launcher.reference()
+    store = tmp_path / "store"
+    first = launcher.start(store, pause_s=0.02, given=KEPT)
+    first.until(APART_AT + 2)
+    first.kill(1)
+    check_against(reference, first)
+    second = launcher.start(store, given=KEPT)
+    assert second.wait() == [0, 0]
+    check_against(reference, second)
+    assert second.every("restored") == [APART_AT - 1] * 2
+    (reasons, _) = second.every("restored", "reasons")
+    assert f"step {APART_AT}: copies have been updated in different ways: " in " ".join(reasons)
+    assert "0.weight (rank 0 and rank 1)" in " ".join(reasons)
+    assert second.every("final", "digest") == [known[STEPS][0] for known in reference]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import os
 import random
 import signal
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 from tests.ranks.parallel import PARALLEL, build_parallel, data_of
@@ -19,6 +19,8 @@ OBJECT_LAG = 4
 GROWN_AT = 9
 FLIPPED_AT = 7
 FLIPPED = "0.weight"
+APART_AT = 13
+AVERAGED_EVERY = 4
 WINDOW = 2
 
 _context = multiprocessing.get_context("forkserver")
@@ -34,11 +36,13 @@ def build(kind: str, rank: int, ranks: int, *, steps: int = STEPS, width: int = 
     """Model, optimizer, schedule and loader of a rank, for so many steps.
 
     ``fsdp``: rows do not divide by the ranks, and of one row all but the first have none. ``ddp``:
-    with a BatchNorm. ``flip``: so too, and a bit flips. ``plain``: each rank has a model of its own
-    under the same names, and nothing says so. ``grow``: so too, and the last layer is trained from
-    a later step on only. ``hsdp``: each shard on two ranks. ``tp``: the middle is cut by tensor
-    parallelism, what is around it stands on all ranks. ``tp_fsdp``: that again sharded. ``whole``:
-    what ``fsdp`` shards. Further kinds: see `parallel`.
+    with a BatchNorm. ``flip``: so too, and a bit flips. ``local``: so too, and from `APART_AT` on
+    each rank trains by itself, with the parameters averaged now and then (post-local SGD).
+    ``plain``: each rank has a model of its own under the same names, and nothing says so.
+    ``grow``: so too, and the last layer is trained from a later step on only. ``hsdp``: each shard
+    on two ranks. ``tp``: the middle is cut by tensor parallelism, what is around it stands on all
+    ranks. ``tp_fsdp``: that again sharded. ``whole``: what ``fsdp`` shards. Further kinds: see
+    `parallel`.
     """
     import torch
 
@@ -83,7 +87,7 @@ def _simple(kind: str, ranks: int, width: int):
             if isinstance(layer, nn.Linear):
                 fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)  # the last layer is the root's
-    elif kind in ("ddp", "flip"):
+    elif kind in ("ddp", "flip", "local"):
         model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     first = model[:-1] if kind == "grow" else model
     optimizer = torch.optim.AdamW(
@@ -192,6 +196,20 @@ def flip(kind: str, model, rank: int, number: int) -> None:
         model.get_parameter(f"module.{FLIPPED}").data.view(-1).view(torch.int32)[3] ^= 1 << 18
 
 
+def alone(kind: str, model, number: int):
+    """``local``: within this an update from `APART_AT` on has this rank's gradients alone."""
+    return model.no_sync() if kind == "local" and number >= APART_AT else nullcontext()
+
+
+def average(kind: str, model, number: int) -> None:
+    """``local``: after an update now and then, give all ranks the mean of their parameters."""
+    import torch.distributed as dist
+    from torch.distributed.algorithms.model_averaging.utils import average_parameters
+
+    if kind == "local" and number >= APART_AT and number % AVERAGED_EVERY == 0:
+        average_parameters(model.parameters(), dist.group.WORLD)
+
+
 def evaluate(model, number: int) -> None:
     """Between two updates: FSDP2 leaves the root's parameters whole after this."""
     import torch
@@ -273,7 +291,9 @@ def _reference(out: str, rank: int, ranks: int, port: int, kind: str, sizes: dic
     rows = {0: (digest(model, optimizer, schedule), "")}
     for number, batch in zip(range(1, sizes.get("steps", STEPS) + 1), loader, strict=False):
         grow(kind, model, optimizer, number)
-        loss = step(model, optimizer, schedule, batch)
+        with alone(kind, model, number):
+            loss = step(model, optimizer, schedule, batch)
+        average(kind, model, number)
         flip(kind, model, rank, number)
         evaluate(model, number)
         rows[number] = (digest(model, optimizer, schedule), loss.hex())
@@ -334,7 +354,9 @@ def _train(out: str, rank: int, ranks: int, port: int, prefix: str, kind: str, o
                 if number > STEPS:
                     break
                 grow(kind, model, optimizer, number)
-                loss = step(model, optimizer, schedule, batch)
+                with alone(kind, model, number):
+                    loss = step(model, optimizer, schedule, batch)
+                average(kind, model, number)
                 flip(kind, model, rank, number)
                 evaluate(model, number)
                 if number == options.get("poisoned", {}).get(rank):

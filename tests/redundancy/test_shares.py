@@ -13,7 +13,7 @@ from adacheck_store.format.errors import GroupError
 from adacheck_store.format.manifest import Manifest, PartEntry, decode_manifest
 from adacheck_store.redundancy.agreement import agreed, decode_holdings, encode_holdings
 from adacheck_store.redundancy.assign import Assignment
-from adacheck_store.redundancy.lead import Lead
+from adacheck_store.redundancy.lead import AS_BEFORE, Lead
 from adacheck_store.redundancy.shares import (
     Sharing,
     decode_sharing,
@@ -213,7 +213,7 @@ def test_all_are_told_the_same_and_only_what_is_new() -> None:
     first = decided(lead, ddp(3), 2)
     assert len(set(map(bytes, first))) == 1
     assert first[0]
-    assert decided(lead, ddp(3), 4) == [b""] * 3
+    assert decided(lead, ddp(3), 4) == [AS_BEFORE] * 3
 
 
 def test_copies_that_come_apart_are_named_with_the_step_they_were_equal() -> None:

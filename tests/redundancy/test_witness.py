@@ -1,0 +1,86 @@
+"""Witnesses: ranks whose digests differ are told apart, and who cannot tell is no proof."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from adacheck_store.redundancy.shares import Sharing, shares
+from adacheck_store.redundancy.states import states
+from adacheck_store.redundancy.witness import DIGEST_BYTES, Witness, compare, shared_by
+from tests.redundancy.kit import WHOLE, ddp, held, topology
+
+
+def of(run):
+    """What a manifest says of a run, and the names of its parts."""
+    found = shares(states(run), topology(len(run)))
+    return Sharing.of(found, 2).redundancy, [part.name for part in found.parts]
+
+
+def alike(found, parts, ranks: int, since: int = 2) -> dict[int, Witness | None]:
+    """Equal digests on all ranks, another for each state."""
+    return {
+        rank: Witness(
+            since=since,
+            digests=b"".join(
+                (part + scope + name).encode().ljust(DIGEST_BYTES)[:DIGEST_BYTES]
+                for part, scope, name in shared_by(found, parts, rank)
+            ),
+        )
+        for rank in range(ranks)
+    }
+
+
+def test_states_of_one_rank_are_not_witnessed():
+    """A rank tells of what it holds and others too, wherever that is kept."""
+    run = ddp(3, tensors=2)
+    run[1] = [*run[1], held("own", (WHOLE, {1}), (WHOLE, {1}))]
+    run[2] = [*run[2], held("pair", *[(WHOLE, {0, 2})] * 2)]
+    run[0] = [*run[0], held("pair", *[(WHOLE, {0, 2})] * 2)]
+    found, parts = of(run)
+    names = [{name for _, _, name in shared_by(found, parts, rank)} for rank in range(3)]
+    assert names == [{"w0", "w1", "pair"}, {"w0", "w1"}, {"w0", "w1", "pair"}]
+    verdict = compare(found, parts, alike(found, parts, 3))
+    assert (verdict.equal, str(verdict)) == (True, "")
+
+
+def test_what_has_come_apart_is_named_with_its_sides():
+    """Of four ranks two agree; the other tensors are as they were."""
+    found, parts = of(ddp(4, tensors=3))
+    said = alike(found, parts, 4)
+    at = [name for _, _, name in shared_by(found, parts, 0)].index("w1")
+    for rank in (1, 3):
+        digests = bytearray(said[rank].digests)
+        digests[at * DIGEST_BYTES + 15] ^= 1
+        said[rank] = replace(said[rank], digests=bytes(digests))
+    verdict = compare(found, parts, said)
+    assert [each.place[2] for each in verdict.partings] == ["w1"]
+    assert verdict.partings[0].sides == (frozenset({0, 2}), frozenset({1, 3}))
+    assert str(verdict).endswith("in different ways: w1 (ranks 0, 2 and ranks 1, 3)")
+    assert not verdict.equal
+
+
+@pytest.mark.parametrize("told", [None, "lost", "older", "short"])
+def test_who_cannot_tell_is_no_proof(told):
+    """No witness, one that has missed a step, one of an earlier look, one of other states."""
+    found, parts = of(ddp(2, tensors=2))
+    said = alike(found, parts, 2)
+    whole = said[1]
+    said[1] = {
+        None: None, "lost": replace(whole, since=-1), "older": replace(whole, since=1),
+        "short": replace(whole, digests=whole.digests[:-1]),
+    }[told]  # fmt: skip
+    verdict = compare(found, parts, said)
+    assert verdict.unknowing == {1}
+    assert "rank 1 cannot tell" in str(verdict)
+    assert not verdict.equal
+
+
+def test_a_rank_that_shares_nothing_need_not_tell():
+    """It has no extra of that kind."""
+    run = {rank: [held("w", *[(WHOLE, {0, 1})] * 2)] for rank in (0, 1)}
+    run[2] = [held("own", *[(WHOLE, {2})] * 2)]
+    found, parts = of(run)
+    said = alike(found, parts, 2)
+    assert compare(found, parts, said | {2: None}).equal
