@@ -252,6 +252,45 @@ def fsck_verb(
     ctx.exit(code)
 
 
+@main.command("drill")
+@store_options()
+@click.option("--seed", default=0, show_default=True, help="Chooses which objects are harmed.")
+@click.pass_context
+def drill_verb(
+    ctx: click.Context, store_url: str, cache: str | None, as_json: bool, run: str, seed: int
+) -> None:
+    """Rehearse losses: what would be restored, how much is lost, how long it takes. Read-only.
+
+    Ends with 1 if some loss would leave nothing.
+    """
+    from adacheck_store.tools.drill import NOTHING, drill
+
+    with open_url(store_url, cache) as store, progress_bar() as tell:
+        rows = list(drill(store, run, seed=seed, progress=tell))
+    code = int(any(row.outcome == NOTHING for row in rows))
+    _show_rows("drill", store_url, rows, as_json, exit_code=code)
+    ctx.exit(code)
+
+
+@main.command("doctor")
+@store_options(run=False)
+@click.option("--read-only", is_flag=True, help="Write no scratch object.")
+@click.pass_context
+def doctor_verb(
+    ctx: click.Context, store_url: str, cache: str | None, as_json: bool, read_only: bool
+) -> None:
+    """Look at a store's place, or one to be, and this host: what is there, and what to mend.
+
+    Ends with 1 if something is bad, with 3 if something could not be seen.
+    """
+    from adacheck_store.tools.doctor import doctor, exit_code
+
+    rows = list(doctor(store_url, cache, write=not read_only))
+    code = exit_code(rows)
+    _show_rows("doctor", store_url, rows, as_json, exit_code=code)
+    ctx.exit(code)
+
+
 @main.command("compact")
 @store_options()
 @click.option("--to", "step", type=click.IntRange(min=0), help="Default: the newest provable.")

@@ -123,6 +123,16 @@ class LocalObjects:
             finally:
                 os.close(file)
 
+    def written_at(self, name: str) -> float:
+        """When an object was put, by the file system's clock, in seconds since 1970."""
+        parts = self._parts(name)
+        with self._errors(name, None):
+            folder = self._folder(parts[:-1])
+            try:
+                return os.stat(parts[-1], dir_fd=folder, follow_symlinks=False).st_mtime
+            finally:
+                os.close(folder)
+
     def list(self, prefix: str, most: int | None = None) -> Iterator[str]:
         """Names that begin with a prefix (empty, or ending in ``/``), sorted; at most so many."""
         parts = self._parts(prefix.rstrip("/")) if prefix else []

@@ -203,6 +203,11 @@ class S3Objects:
         )
         return page
 
+    def written_at(self, name: str) -> float:
+        """When an object was put, by the server's clock, in whole seconds since 1970."""
+        check_name(name)
+        return float(self._head(self.place.key(name))["LastModified"].timestamp())
+
     # -- what the server can do, and what others left --
 
     def probe(self, name: str) -> None:

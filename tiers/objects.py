@@ -56,6 +56,12 @@ class Objects(Protocol):
         """Return when all that was put is durable."""
         ...
 
+    def written_at(self, name: str) -> float:
+        """When an object was put, by the place's own clock, in seconds since 1970.
+
+        Raises `RecordNotFoundError`."""
+        ...
+
     def probe(self, name: str) -> None:
         """Raise `UnsupportedError` if ``if_absent`` is not heeded; ``name`` is an object."""
         ...

@@ -11,7 +11,7 @@ from rich.table import Table
 from adacheck_store.format.errors import UsageError
 
 from .plan import CostRow, PlanRow, ReachRow, Row, SurvivalRow
-from .tables import size
+from .rows import size
 
 _COSTS: tuple[tuple[str, str], ...] = (
     ("step", "a step, in all"), ("step_rank", "a step, handed out by a rank"),

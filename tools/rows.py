@@ -128,3 +128,16 @@ def error_json(error: AdaCheckError) -> dict[str, Any]:
         "place": {name: to_json(value) for name, value in error.place.items()},
         "exit_code": error.exit_code,
     }
+
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def size(nbytes: int) -> str:
+    """Bytes as ``1.5 MiB``."""
+    value = float(nbytes)
+    for unit in _UNITS[:-1]:
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} {_UNITS[-1]}"

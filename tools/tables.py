@@ -11,27 +11,19 @@ from rich.table import Table
 
 from .agents import AgentRow, ChainRow, DrainRow
 from .compact import CompactRow
+from .doctor import CheckRow
+from .drill import DrillRow
 from .findings import Finding, Provable, exit_code
 from .log import FloorRow, TermRow
 from .ls import HoldingRow, RunRow
 from .repair import LEFT, RepairRow
 from .restore import RestoredFile
+from .rows import size
 from .show import RecordRow, StepRow
 from .status import Row, TierRow, TroubleRow
 
 _STYLES = {"damage": "bold red", "warning": "yellow", "info": "dim"}
 _FINDINGS_PER_KIND = 10
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-
-
-def size(nbytes: int) -> str:
-    """Bytes as ``1.5 MiB``."""
-    value = float(nbytes)
-    for unit in _UNITS[:-1]:
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} {_UNITS[-1]}"
 
 
 def _text(value: Any) -> str:
@@ -250,6 +242,39 @@ def summary(findings: list[Finding]) -> str:
     count = {name: sum(item.severity == name for item in findings) for name in _STYLES}
     word = {0: "clean", 1: "damaged", 3: "not everything could be checked"}[exit_code(findings)]
     return f"{word}: {count['damage']} damages, {count['warning']} warnings, {count['info']} notes"
+
+
+_VERDICTS = {"ok": "green", "warning": "yellow", "bad": "bold red", "unknown": "magenta"}
+
+
+def print_doctor(console: Console, rows: list[CheckRow]) -> None:
+    """What was looked at, and what to mend."""
+    table = _table("Doctor", "area", "check", "", "found")
+    for row in rows:
+        style = _VERDICTS[row.verdict]
+        verdict = f"[{style}]{row.verdict}[/{style}]"
+        table.add_row(_text(row.area), _text(row.check), verdict, _text(row.found))
+    console.print(table)
+    for row in rows:
+        if row.remedy:
+            console.print(f"{row.area}, {row.check}: {escape(row.remedy)}")
+
+
+def print_drill(console: Console, rows: list[DrillRow]) -> None:
+    """Losses, and what a restore after each gives."""
+    _print(
+        console,
+        _table("Drill", "lost", "restored", "RPO", "RTO", "read", "requests", "from"),
+        (
+            (r.loss, r.outcome if r.step is None else f"step {r.step}",
+             f"{r.lost} of {r.newest + 1} steps", f"{r.seconds:.2f} s", size(r.nbytes),
+             r.requests or "", ", ".join(r.tiers))
+            for r in rows
+        ),
+    )  # fmt: skip
+    for row in rows:
+        for reason in row.reasons[:3]:
+            console.print(f"{escape(row.loss)}: {escape(reason)}")
 
 
 def print_restored(console: Console, row: RestoredFile) -> None:

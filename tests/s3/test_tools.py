@@ -1,0 +1,68 @@
+"""Doctor and drill on a real S3 server."""
+
+from __future__ import annotations
+
+from tests.s3.server import BUCKET, READER, Server, use
+from tests.tools.stores import cli_json, train
+
+from .proxy import Fault, Proxy, Request
+
+
+def doctor(url: str) -> tuple[int, dict[str, dict[str, str]]]:
+    """Exit code, and rows by their check."""
+    code, document = cli_json("doctor", url)
+    return code, {row["check"]: row for row in document["rows"]}
+
+
+def test_a_prefix_to_be(real: Server) -> None:
+    url = real.url()
+    code, found = doctor(url)
+    assert code == 0, found
+    assert found["conditional writes"]["found"] == "heeded"
+    assert found["clock"]["verdict"] == "ok"
+    assert real.keys(url.split("/")[3].split("?")[0]) == []
+
+
+def test_who_may_only_read(real: Server) -> None:
+    url = real.url()
+    use(READER)
+    code, found = doctor(url)
+    assert code == 1
+    assert "s3:PutObject" in found["write"]["remedy"]
+
+
+def test_a_bucket_that_is_not_there(real: Server) -> None:
+    code, found = doctor(real.url().replace(BUCKET, "nobodys"))
+    assert code == 1
+    assert "no such bucket" in found["access"]["found"]
+
+
+def test_a_server_without_conditions(real: Server, proxy: Proxy) -> None:
+    """It takes every put, whatever its condition: the second one of a name as well."""
+    first: list[str] = []
+
+    def script(request: Request) -> Fault | None:
+        if request.kind != "PUT" or b"if-none-match" not in request.headers.lower():
+            return None
+        first.append(request.path)
+        return Fault("accept") if first.count(request.path) > 1 else None
+
+    proxy.script = script
+    code, found = doctor(real.url(endpoint=proxy.endpoint))
+    assert code == 1
+    assert found["conditional writes"]["verdict"] == "bad"
+    assert "unsafe_no_conditional_writes" in found["conditional writes"]["remedy"]
+
+
+def test_a_drill(real: Server) -> None:
+    """Its requests are counted, and nothing in the bucket changes."""
+    url = real.url()
+    train(url, 12)
+    before = real.keys(url.split("/")[3].split("?")[0])
+    code, document = cli_json("drill", url)
+    assert code == 0, document
+    assert real.keys(url.split("/")[3].split("?")[0]) == before
+    bucket = document["rows"][1]
+    assert bucket["tiers"].keys() == {"zarr"}
+    assert bucket["step"] == 12
+    assert bucket["requests"] > 0
