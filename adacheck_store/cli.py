@@ -261,13 +261,13 @@ def drill_verb(
 ) -> None:
     """Rehearse losses: what would be restored, how much is lost, how long it takes. Read-only.
 
-    Ends with 1 if some loss would leave nothing.
+    Ends with 1 if the loss of all processes, or of the disks with them, would leave nothing.
     """
-    from adacheck_store.tools.drill import NOTHING, drill
+    from adacheck_store.tools.drill import drill, exit_code
 
     with open_url(store_url, cache) as store, progress_bar() as tell:
         rows = list(drill(store, run, seed=seed, progress=tell))
-    code = int(any(row.outcome == NOTHING for row in rows))
+    code = exit_code(rows)
     _show_rows("drill", store_url, rows, as_json, exit_code=code)
     ctx.exit(code)
 

@@ -43,17 +43,19 @@ RESTORED, NOTHING = "restored", "nothing left"
 class DrillRow:
     """A loss, and the restore after it.
 
-    ``harmed`` names the objects that the loss is of, empty where it is of whole tiers. ``newest``
-    is the newest step that any tier has now, ``step`` the one restored (None where ``outcome`` is
-    that nothing is left), ``lost`` the steps between: the RPO. ``seconds`` from the first look at
-    the tiers to the last byte verified and folded: the RTO, but for the start of processes and the
-    copy into the model. ``nbytes`` and ``requests`` were read for it, ``reasons`` say why no newer
-    step was taken.
+    ``harmed`` names the objects that the loss is of, empty where it is of whole tiers.
+    ``expected``: a loss that a store is made for, of processes and disks; the others befall the far
+    tier, where a young run may have one base alone. ``newest`` is the newest step that any tier has
+    now, ``step`` the one restored (None where ``outcome`` is that nothing is left), ``lost`` the
+    steps between: the RPO. ``seconds`` from the first look at the tiers to the last byte verified
+    and folded: the RTO, but for the start of processes and the copy into the model. ``nbytes`` and
+    ``requests`` were read for it, ``reasons`` say why no newer step was taken.
     """
 
     run: str
     loss: str
     harmed: tuple[str, ...]
+    expected: bool
     outcome: str
     newest: int
     step: int | None
@@ -68,10 +70,11 @@ class DrillRow:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """Something to lose: in words, the tiers that are left, and the objects that are harmed."""
+    """Something to lose: in words, and the tiers that are left; the rest as in `DrillRow`."""
 
     words: str
     left: Sequence[Tier]
+    expected: bool = False
     harmed: tuple[str, ...] = ()
 
 
@@ -156,13 +159,18 @@ def drill(
         yield _rehearse(loss, name, newest, progress)
 
 
+def exit_code(rows: Sequence[DrillRow]) -> int:
+    """1 if what a store is for would fail: processes or disks gone, and nothing left."""
+    return int(any(row.expected and row.outcome == NOTHING for row in rows))
+
+
 def losses(store: Store, run: str, chance: random.Random) -> Iterator[Loss]:
     """What a store can lose."""
     far = store.far.traits.name
-    yield Loss("every process", store.tiers)
+    yield Loss("every process", store.tiers, expected=True)
     if store.uppers:
         near = ", ".join(tier.traits.name for tier in store.uppers)
-        yield Loss(f"every process, {near}", [store.far])
+        yield Loss(f"every process, {near}", [store.far], expected=True)
         yield Loss(f"every process, {far}", store.uppers)
     if not isinstance(store.far, ZarrTier):
         return
@@ -183,7 +191,7 @@ def losses(store: Store, run: str, chance: random.Random) -> Iterator[Loss]:
             store.far.objects, gone=() if flip else names, flipped=names if flip else ()
         )
         words = f"all but {far}, where {harm}"
-        yield Loss(words, [ZarrTier(harmed, far)], tuple(names))
+        yield Loss(words, [ZarrTier(harmed, far)], harmed=tuple(names))
 
 
 def _groups(objects: Objects, run: str) -> dict[tuple[str, int], list[list[str]]]:
@@ -211,7 +219,7 @@ def _rehearse(loss: Loss, run: str, newest: int, progress: Progress) -> DrillRow
     def row(**found: Any) -> DrillRow:
         after = sum(requests_in(_requests(tier)) for tier in tiers)
         return DrillRow(
-            run=run, loss=loss.words, harmed=loss.harmed, newest=newest,
+            run=run, loss=loss.words, harmed=loss.harmed, expected=loss.expected, newest=newest,
             seconds=time.monotonic() - began, requests=after - before, **found,
         )  # fmt: skip
 
