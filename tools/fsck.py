@@ -6,7 +6,7 @@ What is kept is a reference a record.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from adacheck_store.catalog import Catalog, read_catalog
@@ -66,6 +66,7 @@ def check_run(store: Store, run: str, progress: Progress = silent) -> Iterator[F
     layouts = Layouts(store.tiers, run)
     lost: set[tuple[str, str]] = set()
     bad: dict[str, set[str]] = {}
+    wrong: dict[tuple[str, str], set[tuple[str, int]]] = {}
     for tier in store.tiers:
         name = tier.traits.name
         total = sum(ref.nbytes for ref in all_refs(catalog) if name in ref.tiers)
@@ -74,10 +75,11 @@ def check_run(store: Store, run: str, progress: Progress = silent) -> Iterator[F
         yield from check_overlaps(tier, run)
         lost |= {(name, key) for key in check.lost}
         bad[name] = check.bad
-    sound = catalog.without(lost)
+        wrong |= {(name, key): blocks for key, blocks in check.wrong.items()}
+    alone = dict(_alone(store, catalog.without(lost), run))
+    sound = catalog.without(lost - _completed(catalog, lost, wrong))
     yield from check_links(sound)
     yield from check_terms(sound, log_read=_log_read(store, bad))
-    alone = dict(_alone(store, sound, run))
     for name, held in alone.items():
         floors = held.floors.get(name, ())
         yield from check_floors(name, held, floors, partial=name != store.far.traits.name)
@@ -86,6 +88,20 @@ def check_run(store: Store, run: str, progress: Progress = silent) -> Iterator[F
     yield from check_steps(sound)
     if len(alone) > 1:
         yield from provable_alone(run, alone)
+
+
+def _completed(
+    catalog: Catalog, lost: set[tuple[str, str]],
+    wrong: Mapping[tuple[str, str], set[tuple[str, int]]],
+) -> set[tuple[str, str]]:  # fmt: skip
+    """Damaged copies of records that have each block right in one of them."""
+    found: set[tuple[str, str]] = set()
+    for ref in all_refs(catalog):
+        copies = {(tier, ref.key) for tier in ref.tiers}
+        if copies <= lost and copies <= wrong.keys():
+            everywhere = set.intersection(*(wrong[copy] for copy in copies))
+            found |= set() if everywhere else copies
+    return found
 
 
 def _alone(store: Store, catalog: Catalog, run: str) -> Iterator[tuple[str, Catalog]]:

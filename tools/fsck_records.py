@@ -72,7 +72,8 @@ class RecordCheck:
     """Reads all of a run in a tier, once and in order; holds one run of blocks at a time.
 
     After `findings`, ``lost`` has the keys whose blocks or bodies are wrong (their heads may be
-    right), ``bad`` those and all others that cannot be used.
+    right), ``bad`` those and all others that cannot be used. ``wrong`` has of those of ``lost`` in
+    which nothing but blocks is wrong these blocks, by array and index: another tier may have them.
     """
 
     tier: Tier
@@ -82,6 +83,7 @@ class RecordCheck:
     total_bytes: int
     lost: set[str] = field(default_factory=set)
     bad: set[str] = field(default_factory=set)
+    wrong: dict[str, set[tuple[str, int]]] = field(default_factory=dict)
     done_bytes: int = 0
     _manifests: dict[str, Manifest] = field(default_factory=dict)
     _held_layouts: set[str] = field(default_factory=set)
@@ -120,11 +122,15 @@ class RecordCheck:
         if key.kind in ("base", "delta", "extra") and self._is_below(key):
             self._below += 1
             return
+        whole = True
         for found in self._contents(key, sealed):
             if found.severity == "damage" and found.kind not in ("layout-missing", "padding"):
                 self.lost.add(text)
                 self.bad.add(text)
+                whole = whole and found.kind == "block"
             yield found
+        if not whole:
+            self.wrong.pop(text, None)
 
     def _is_below(self, key: Key) -> bool:
         return any(
@@ -242,6 +248,7 @@ class RecordCheck:
                     verify_block(info, index, data)
                 except AdaCheckError as error:
                     wrong += 1
+                    self.wrong.setdefault(key, set()).add((info.name, index))
                     if wrong <= _FINDINGS_PER_RECORD:
                         yield self._wrong_block(error, key, info, index)
                     continue

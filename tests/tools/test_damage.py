@@ -458,3 +458,28 @@ def test_damaged_copy_in_an_overlapping_pack(store: Path, which: int) -> None:
     chunk = pack / "data" / "c" / "0"
     flip(chunk, chunk.stat().st_size - 1)
     assert damages(store)["block"]["tier"] == "zarr"
+
+
+@pytest.mark.parametrize("array", ["s0/exp_avg_sq", "s0/param"])
+def test_two_damaged_copies_that_make_up_for_each_other(store: Path, array: str) -> None:
+    """A base's parameters are wrong in LMDB, and in the objects the same array, or another one.
+
+    All bases but the first are so, and a restore takes each block from where it is right: fsck
+    calls the same steps provable as restores can give."""
+    tiers = tiers_of(store)
+    for tier, name in (("lmdb", "s0/param"), ("zarr", array)):
+        for key in keys_of(store, tier, "base"):
+            data = bytes(tiers[tier].read(key, name, 0, 1))
+            paths = [lmdb_file(store)] if tier == "lmdb" else objects(store, f"{key}/**/c/*")
+            for path in paths:
+                if data[:64] in path.read_bytes():
+                    flip_where(path, data[:64])
+    for tier in tiers.values():
+        tier.close()
+    code, document = cli_json("fsck", store)
+    assert code == 1
+    said = [row for row in document["rows"] if row["row"] == "Provable" and row["tier"] == "all"]
+    if array == "s0/param":
+        assert not said or said[0]["count"] == 0
+    else:
+        assert said[0]["newest"] == restored(store).step == LAST
