@@ -5,6 +5,7 @@ The one place that knows what a DTensor is. Everything else works on local tenso
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +18,11 @@ from adacheck_store.group import Group
 
 Box = tuple[tuple[int, int], ...]
 
-PLACEMENTS = ("Shard", "Replicate")
+PLACEMENTS = ("Shard", "Replicate", "_StridedShard")
 """How a tensor may lie on its mesh. A class of torch's itself: a subclass may mean anything."""
+
+_Cuts = list[tuple[int, int, int]]
+"""A dimension of a tensor, into how many chunks it is cut, and which of them lies here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +86,8 @@ def refusal(tensor: torch.Tensor) -> str:
             return f"is a DTensor with placement {type(placement).__name__}"
     if dtensor.device_mesh.get_coordinate() is None:
         return "is a DTensor on a mesh that this rank is not in"
+    if _cuts(dtensor.placements, dtensor.device_mesh) is None:
+        return f"is a DTensor with placements {dtensor.placements}, in no order of torch's own"
     return ""
 
 
@@ -108,10 +114,30 @@ def piece_of(tensor: torch.Tensor, group: Group) -> Piece:
 def _box(shape: tuple[int, ...], placements: Any, mesh: Any) -> Box:
     """Start and stop per dimension, as torch.chunk cuts, one mesh dimension after another."""
     box = [(0, size) for size in shape]
-    for placement, size, at in zip(placements, mesh.shape, mesh.get_coordinate(), strict=True):
-        if type(placement).__name__ == "Shard":
-            start, stop = box[placement.dim]
-            width = -(-(stop - start) // size)
-            low = min(start + at * width, stop)
-            box[placement.dim] = (low, min(low + width, stop))
+    for dim, size, at in _cuts(placements, mesh) or ():
+        start, stop = box[dim]
+        width = -(-(stop - start) // size)
+        low = min(start + at * width, stop)
+        box[dim] = (low, min(low + width, stop))
     return tuple(box)
+
+
+def _cuts(placements: Any, mesh: Any) -> _Cuts | None:
+    """In which order a tensor is cut: by mesh dimensions from the left, strided ones at last.
+
+    FSDP2 cuts what tensor parallelism, on mesh dimensions to the right, has cut before: then its
+    split factor is the number of their pieces. None if it is another.
+    """
+    plain: _Cuts = []
+    strided: _Cuts = []
+    sizes = zip(placements, mesh.shape, mesh.get_coordinate(), strict=True)
+    for place, (placement, size, at) in enumerate(sizes):
+        kind = type(placement).__name__
+        if kind == "_StridedShard":
+            right = zip(placements[place + 1 :], mesh.shape[place + 1 :], strict=True)
+            pieces = [n for other, n in right if getattr(other, "dim", None) == placement.dim]
+            if placement.split_factor != math.prod(pieces):
+                return None
+        if kind != "Replicate":
+            (strided if kind == "_StridedShard" else plain).append((placement.dim, size, at))
+    return plain + strided[::-1]

@@ -22,10 +22,12 @@ def ranks(rank: int, size: int) -> SimpleNamespace:
 
 
 def fake(whole: torch.Tensor, placements, mesh: tuple[int, ...], at: tuple[int, ...]):
-    """What a rank at a mesh coordinate holds, cut by torch.chunk itself."""
+    """What a rank at a mesh coordinate holds, cut by torch.chunk itself: strided shards at last."""
     here = whole
-    for placement, size, index in zip(placements, mesh, at, strict=True):
-        if isinstance(placement, Shard):
+    cuts = list(zip(placements, mesh, at, strict=True))
+    strided = [cut for cut in cuts if isinstance(cut[0], _StridedShard)]
+    for placement, size, index in [cut for cut in cuts if cut not in strided] + strided[::-1]:
+        if isinstance(placement, Shard | _StridedShard):
             chunks = here.chunk(size, placement.dim)
             empty = here.narrow(placement.dim, 0, 0)
             here = chunks[index] if index < len(chunks) else empty
@@ -36,10 +38,18 @@ def fake(whole: torch.Tensor, placements, mesh: tuple[int, ...], at: tuple[int, 
     )
 
 
+class Odd(Shard):
+    """A placement of somebody's own."""
+
+
 MESHES = [
     ((4,), (Shard(0),)), ((4,), (Shard(1),)), ((4,), (Replicate(),)),
     ((2, 3), (Replicate(), Shard(0))), ((2, 2), (Shard(0), Shard(1))),
     ((2, 2), (Shard(0), Shard(0))), ((3, 2), (Shard(1), Replicate())),
+    ((2, 2), (_StridedShard(0, split_factor=2), Shard(0))),
+    ((2, 3, 2), (_StridedShard(0, split_factor=6), _StridedShard(0, split_factor=2), Shard(0))),
+    ((2, 2, 2), (Shard(0), _StridedShard(0, split_factor=2), Shard(0))),
+    ((2, 2), (_StridedShard(0, split_factor=1), Shard(1))),
 ]  # fmt: skip
 
 
@@ -82,12 +92,21 @@ def test_names_are_global_only_where_all_ranks_hold_pieces():
 
 @pytest.mark.parametrize(
     ("placement", "name"),
-    [(Partial(), "Partial"), (_StridedShard(0, split_factor=2), "_StridedShard")],
+    [(Partial(), "Partial"), (Odd(0), "Odd")],
 )
 def test_other_placements_are_refused_by_name(placement, name):
     """They mean another arithmetic, or another order of elements."""
     tensor = SimpleNamespace(placements=(placement,), _local_tensor=torch.zeros(1))
     assert refusal(tensor) == f"is a DTensor with placement {name}"
+
+
+def test_strides_of_no_known_order_are_refused():
+    """As many pieces as are cut to the right are known; more or fewer are another order."""
+    for factor, why in ((2, ""), (3, "in no order of torch's own"), (4, "in no order")):
+        placements = (_StridedShard(0, split_factor=factor), Shard(0))
+        tensor = fake(torch.zeros(8, 3), placements, (2, 2), (0, 1))
+        assert why in refusal(tensor)
+        assert bool(refusal(tensor)) == bool(why)
 
 
 def test_what_another_rank_holds_is_not_loaded():

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from adacheck_store.format.layout import whole_box
 from adacheck_store.placement import Node
@@ -12,6 +13,8 @@ from adacheck_store.redundancy.costs import exchange_bytes
 from adacheck_store.redundancy.shares import shares
 from adacheck_store.redundancy.sighting import Piece
 from adacheck_store.redundancy.states import Holding, Side, states
+from adacheck_store.store import open_store
+from adacheck_store.tools.restore import restore
 from tests.ranks.parallel import bare
 from tests.ranks.test_shared import count_exchanges, kept, revisions
 from tests.ranks.worker import STEPS, Launcher, check_against
@@ -21,10 +24,10 @@ pytestmark = pytest.mark.fault
 Ranks = Iterable[int]
 
 
-def killed_and_restored(tmp_path, kind: str, ranks: int):
+def killed_and_restored(tmp_path, kind: str, ranks: int, **options):
     """Train, lose every rank by SIGKILL, go on: each step has the bits of the undisturbed run.
 
-    The last attempt, and the store.
+    The last attempt, started with ``options``, and the store.
     """
     launcher = Launcher(tmp_path, kind, ranks)
     reference = launcher.reference()
@@ -33,7 +36,7 @@ def killed_and_restored(tmp_path, kind: str, ranks: int):
     first.until(10)
     first.kill(ranks - 1)
     check_against(reference, first)
-    second = launcher.start(store, before_attach=count_exchanges)
+    second = launcher.start(store, before_attach=count_exchanges, **options)
     assert second.wait() == [0] * ranks
     check_against(reference, second)
     assert min(second.every("restored")) >= 8
@@ -73,8 +76,12 @@ def check_bytes(attempt, store, run: dict[int, list[Holding]], *, sets: int = 0)
         (each.param is not None) + 2 * (each.optimizer is not None)
         for mine in run.values() for each in mine
     )  # fmt: skip
-    sent = [sum(exchanged[:4]) for exchanged in attempt.every("stored", "exchanged")]
-    assert sum(sent) == exchange_bytes(tokens=tokens, sets=sets, runs=sets).payload
+    assert sent(attempt) == exchange_bytes(tokens=tokens, sets=sets, runs=sets).payload
+
+
+def sent(attempt) -> int:
+    """Bytes that all ranks have sent each other to find copies, at the first comparison."""
+    return sum(sum(exchanged[:4]) for exchanged in attempt.every("stored", "exchanged"))
 
 
 def dealt(groups: Iterable[Iterable[tuple[str, Any]]], ranks: int) -> dict[str, int]:
@@ -163,3 +170,29 @@ def test_stages_of_a_pipeline(tmp_path, ranks):
         "layers.1.weight": own, "layers.1.bias": own,  # of one shape
         "layers.2.weight": own, "layers.2.bias": own,  # and of two
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_tensor_parallelism_sharded_again(tmp_path, ranks):
+    """FSDP2 cuts what tensor parallelism has cut: each piece is where torch itself has it."""
+    file = tmp_path / "whole.safetensors"
+    unpruned = {rank: {"keep": 100} for rank in range(ranks)}
+    attempt, store = killed_and_restored(tmp_path, "tp_fsdp", ranks, dump=str(file), given=unpruned)
+    (step,) = set(attempt.every("restored"))
+    with open_store(store.as_uri()) as opened:
+        restore(opened, tmp_path / "restored.safetensors", "e2e", step=step)
+    ours, theirs = load_file(tmp_path / "restored.safetensors"), load_file(file)
+    for name, tensor in theirs.items():
+        assert tensor.equal(ours[f"model/{name}"])
+    elements = sum(tensor.numel() for tensor in theirs.values())
+    assert sum(sum(part.values()) for part in kept(store, STEPS).values()) == 4 * elements
+    empty = 0 if ranks == 2 else 4  # the last layer has one row
+    tokens = 3 * len(theirs) * ranks - empty
+    neighbours = 0 if ranks == 2 else ranks
+    assert sent(attempt) == exchange_bytes(tokens=tokens, sets=neighbours, runs=neighbours).payload
+    shared = "5 of 11" if ranks == 2 else "8 of 24"
+    for text in attempt.every("stored", "redundancy"):
+        assert f"{shared} states have copies on several ranks" in text
+    assert {scope for name, each in scopes(store).items() if name[0] != "4" for scope in each} == {
+        ""
+    }

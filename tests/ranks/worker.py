@@ -110,17 +110,15 @@ def _cut(model, kind: str, ranks: int):
 
     both = kind == "tp_fsdp"
     names = ("dp", "tp") if both else ("tp",)
-    mesh = init_device_mesh("cpu", (2, ranks // 2) if both else (ranks,), mesh_dim_names=names)
+    mesh = init_device_mesh("cpu", (ranks // 2, 2) if both else (ranks,), mesh_dim_names=names)
     plan = {
         "0": ColwiseParallel(output_layouts=Replicate()),
         "3": RowwiseParallel(input_layouts=Replicate()),
     }
     model = parallelize_module(model, mesh["tp"], plan)
     if both:
-        for layer in model:
-            if list(layer.parameters()):
-                fully_shard(layer, mesh=mesh["dp"])
         fully_shard(model, mesh=mesh["dp"])
+        model.clipped = False  # torch clips no gradients on several meshes
     return model
 
 
