@@ -99,14 +99,13 @@ class _Planner:
 def carry_out(
     tiers: Sequence[Tier], run: str, work: Callable[[Fetcher, RestorePlan], T], *,
     step: int | None = None, term: str = "", catalog: Catalog | None = None,
-    group: Group = SOLO, check: Callable[[RestorePlan], None] = lambda plan: None,
-    near: Nearness = NOWHERE, ceiling: Ceiling | None = None,
+    group: Group = SOLO, near: Nearness = NOWHERE, ceiling: Ceiling | None = None,
 ) -> Outcome[T]:  # fmt: skip
     """Plan, and do ``work``; where it meets damage, again with the newest step left without it.
 
     ``work`` is done once for every plan tried: it must begin anew each time. In a group rank 0
-    plans, all do their work, and all go on to the next plan or return. ``check`` may refuse a
-    plan; ``near`` see `recovery.nearer`; no step above ``ceiling`` is planned.
+    plans, all do their work, and all go on to the next plan or return. ``near`` see
+    `recovery.nearer`; no step above ``ceiling`` is planned.
     Raises `RestoreError`, `NotProvableError`, or what made every candidate fail.
     """
     if group.rank != 0:
@@ -115,13 +114,8 @@ def carry_out(
         catalog = read_catalog(tiers, run)
     planner = _Planner(catalog, step, term, near, ceiling)
 
-    def planned() -> RestorePlan:
-        plan = planner.plan()
-        check(plan)
-        return plan
-
     while True:
-        plan = lead(group, "plan", planned, encode=encode_plan, decode=decode_plan)
+        plan = lead(group, "plan", planner.plan, encode=encode_plan, decode=decode_plan)
         fetcher = Fetcher(tiers)
         if why := parted(fetcher, plan, group):
             planner.refuse(plan, why)

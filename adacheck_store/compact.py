@@ -20,8 +20,8 @@ from .arrays import byte_view, torch_dtype
 from .config import writer_info
 from .fetch import Fetcher
 from .fold import Fold, FoldReport
+from .reading import open_fold
 from .recovery import PartPlan
-from .restore import open_fold
 
 
 class _BlockSink:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -18,7 +20,7 @@ from adacheck_store.format.errors import (
     RecordNotFoundError,
 )
 from adacheck_store.format.head import ArrayInfo, Head, SealedHead
-from adacheck_store.format.ids import BLOCK_BYTES, block_count
+from adacheck_store.format.ids import BLOCK_BYTES
 from adacheck_store.format.record import block_nbytes, verify_block
 from adacheck_store.tiers.base import Tier
 from adacheck_store.tiers.transfer import copy_into
@@ -135,10 +137,65 @@ class Fetcher:
         raise self._lost(ref)
 
 
-class ArrayReader:
-    """Reads element ranges of a record's arrays through a small cache of blocks.
+class _Block:
+    """A block of which several reads want a part: the first one fetches it for all."""
 
-    Any thread may call any method.
+    def __init__(self, read: Callable[[], memoryview]) -> None:
+        self._read, self._lock = read, threading.Lock()
+        self._data: memoryview | None = None
+
+    def data(self) -> memoryview:
+        """Its bytes; raises `BlocksLostError`."""
+        with self._lock:
+            if self._data is None:
+                self._data = self._read()
+            return self._data
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """Bytes ``begin..end`` of a record's array that are to be read, by any thread.
+
+    ``edges`` are the blocks of which only a part is wanted, by their indexes.
+    """
+
+    fetcher: Fetcher
+    ref: RecordRef
+    info: ArrayInfo
+    begin: int
+    end: int
+    edges: Mapping[int, _Block]
+
+    def elements(self) -> torch.Tensor:
+        """The elements, flat, in the array's dtype; to be read, not written."""
+        out = torch.empty(self.end - self.begin, dtype=torch.uint8)
+        self.into(out)
+        return out.view(torch_dtype(self.info.dtype))
+
+    def into(self, out: torch.Tensor) -> None:
+        """Fill ``out`` (contiguous, as many bytes); raises `BlocksLostError`."""
+        target = byte_tensor(out).numpy()
+        begin, end = self.begin, self.end
+        index = begin // BLOCK_BYTES
+        while begin < end and (at := index * BLOCK_BYTES) < end:
+            edge = self.edges.get(index)
+            if edge is not None:
+                block = edge.data()
+                low, high = max(begin, at), min(end, at + len(block))
+                copy_into(target.data, low - begin, block[low - at : high - at])
+                index += 1
+                continue
+            count = 1  # straight to where they are wanted
+            while index + count not in self.edges and (index + count) * BLOCK_BYTES < end:
+                count += 1
+            out_at = target[at - begin : min(end, at + count * BLOCK_BYTES) - begin]
+            self.fetcher.read_into(self.ref, self.info, index, count, out_at.data)
+            index += count
+
+
+class ArrayReader:
+    """Reads element ranges of a record's arrays. A block that a range shares with the one asked
+    for before it, of the same array, is read once.
     """
 
     def __init__(self, fetcher: Fetcher, ref: RecordRef, sealed: SealedHead | None = None) -> None:
@@ -146,7 +203,7 @@ class ArrayReader:
         self.sealed = sealed or fetcher.head(ref)
         self._fetcher = fetcher
         self._arrays = {info.name: info for info in self.sealed.head.arrays}
-        self._cache: dict[str, tuple[int, memoryview]] = {}
+        self._last: dict[str, tuple[int, _Block]] = {}
 
     @property
     def head(self) -> Head:
@@ -159,44 +216,35 @@ class ArrayReader:
 
     def elements(self, array: str, start: int, stop: int) -> torch.Tensor:
         """Elements start..stop of an array, flat, in its dtype; to be read, not written."""
-        info = self.head.array(array)
-        out = torch.empty((stop - start) * item_bytes(info.dtype), dtype=torch.uint8)
-        self.read_into(array, start, out)
-        return out.view(torch_dtype(info.dtype))
+        return self.want(array, start, stop).elements()
 
     def read_into(self, array: str, start: int, out: torch.Tensor) -> None:
         """Fill ``out`` (contiguous, its dtype's bytes) with elements from ``start``."""
+        self.want(array, start, start + out.numel()).into(out)
+
+    def want(self, array: str, start: int, stop: int) -> Want:
+        """Elements start..stop of an array, to be read by any thread; ask for them in order."""
         info = self.head.array(array)
-        target = byte_tensor(out).numpy()
-        begin = start * item_bytes(info.dtype)
-        end = begin + len(target)
-        if end == begin:
-            return
-        if not 0 <= begin < end <= info.nbytes:
+        begin, end = (item_bytes(info.dtype) * at for at in (start, stop))
+        if end > begin and not 0 <= begin < end <= info.nbytes:
             raise DigestMismatchError(
                 f"array {array} has no bytes {begin}..{end}", key=self.ref.key,
                 **self.head.place(),
             )  # fmt: skip
-        whole = info.nbytes if end == info.nbytes else end - end % BLOCK_BYTES
-        index = begin // BLOCK_BYTES
-        while (at := index * BLOCK_BYTES) < end:
-            count = 1
-            if at >= begin and at < whole:  # straight to where it is wanted
-                count = block_count(whole - at)
-                out_at = target[at - begin : min(whole, at + count * BLOCK_BYTES) - begin]
-                self._fetcher.read_into(self.ref, info, index, count, out_at.data)
-            else:
-                block = self._edge(info, index)
-                low, high = max(begin, at), min(end, at + len(block))
-                copy_into(target.data, low - begin, block[low - at : high - at])
-            index += count
+        edges: dict[int, _Block] = {}
+        if end > begin:
+            if begin % BLOCK_BYTES:
+                self._share(info, begin // BLOCK_BYTES, edges)
+            if end % BLOCK_BYTES and end != info.nbytes:
+                self._share(info, end // BLOCK_BYTES, edges)
+        return Want(self._fetcher, self.ref, info, begin, end, edges)
 
-    def _edge(self, info: ArrayInfo, index: int) -> memoryview:
-        """A block of which a window wants a part; the next window begins inside the last one."""
-        kept = self._cache.get(info.name)
+    def _share(self, info: ArrayInfo, index: int, edges: dict[int, _Block]) -> None:
+        kept = self._last.get(info.name)
         if kept is None or kept[0] != index:
-            kept = self._cache[info.name] = index, self._fetcher.read(self.ref, info, index, 1)
-        return kept[1]
+            block = _Block(partial(self._fetcher.read, self.ref, info, index, 1))
+            kept = self._last[info.name] = index, block
+        edges[index] = kept[1]
 
 
 @contextmanager

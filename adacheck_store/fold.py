@@ -34,13 +34,17 @@ from adacheck_store.tiers.transfer import populate
 from .ahead import NOW, Now
 from .arrays import byte_view, to_typed, torch_dtype
 from .engines import Piece, StepEngine
-from .fetch import ArrayReader, lost_if_malformed, refused
+from .fetch import ArrayReader, Want, lost_if_malformed, refused
 from .fingerprint import block_sum
 from .optimizers import check_groups, folds_alike, spec_named
-from .windows import Run, Updates, Window, decode, pieces_of, runs_of
+from .windows import Run, Updates, Window, decode, idle_pieces, pieces_of, runs_of
 
 WINDOW_BYTES = 4 << 20
 """Bytes of the narrowest role in a window: whole blocks of every role."""
+
+Only = Mapping[str, Sequence[tuple[int, int]]]
+"""Of each section the elements to be folded: ranges in order, in whole blocks of its widest role.
+Of a section without any the counters alone."""
 
 
 class Sink(Protocol):
@@ -162,19 +166,22 @@ class Fold:
             names += section.state_roles
         return names
 
-    def run(self, sink: Sink, reader: Now = NOW) -> FoldReport:
-        """Fold everything into the sink."""
-        for _ in self.steps(sink, reader):
+    def run(self, sink: Sink, reader: Now = NOW, only: Only | None = None) -> FoldReport:
+        """Fold everything, or ``only`` that, into the sink."""
+        for _ in self.steps(sink, reader, only):
             pass
         return self.report
 
-    def steps(self, sink: Sink, reader: Now = NOW) -> Iterator[FoldReport]:
+    def steps(
+        self, sink: Sink, reader: Now = NOW, only: Only | None = None
+    ) -> Iterator[FoldReport]:  # fmt: skip
         """Fold window by window, yielding the report after each; the last one is complete.
 
-        A ``reader`` that reads ahead needs a sink whose windows are memory of their own.
+        A ``reader`` that reads ahead needs a sink whose windows are memory of their own. Of the
+        sections that are not in ``only`` nothing is folded, counters included.
         """
         waiting: deque[Window] = deque()
-        for window in self._windows(sink):
+        for window in self._windows(sink, only):
             self._start(window, reader)
             waiting.append(window)
             if len(waiting) > reader.windows:
@@ -188,30 +195,41 @@ class Fold:
         self.report.verified_through = self._verified_through()
         yield self.report
 
-    def _windows(self, sink: Sink) -> Iterator[Window]:
+    def _windows(self, sink: Sink, only: Only | None) -> Iterator[Window]:
         """All windows, in order, with memory and nothing in it."""
         for section in self.layout.sections:
-            if not section.slices:
+            if not section.slices or (only is not None and section.name not in only):
                 continue
             width = WINDOW_BYTES // min(item_bytes(dtype) for _, dtype in section.roles)
             kind = torch_dtype(section.roles[0][1])
             scratch = torch.empty(min(width, section.elements), dtype=kind)
             steps = section.optimizer >= 0 and self.deltas
             state, roles = self.base_body.states.get(section.name), self.roles(section)
-            for start in range(0, max(section.elements, 1), width):
-                stop = min(start + width, section.elements)
-                views = {role: sink.window(section, role, start, stop) for role in roles}
-                pieces = pieces_of(section, start, stop, views, scratch, state) if steps else []
-                yield Window(section, start, stop, views, pieces)
+            idle = set(range(len(section.slices)))
+            whole = ((0, max(section.elements, 1)),)
+            for low, high in whole if only is None else only[section.name]:
+                for start in range(low, high, width):
+                    stop = min(start + width, high, section.elements)
+                    views = {role: sink.window(section, role, start, stop) for role in roles}
+                    pieces = pieces_of(section, start, stop, views, scratch, state) if steps else []
+                    idle -= {piece.slice for piece in pieces}
+                    yield Window(section, start, stop, views, pieces)
+            if steps and only is not None:
+                views = {role: sink.window(section, role, 0, 0) for role in roles}
+                yield Window(
+                    section, 0, 0, views, idle_pieces(section, sorted(idle), views, scratch, state)
+                )
 
     def _start(self, window: Window, reader: Now) -> None:
         """Have everything read that the base and all deltas have for a window."""
         ahead = reader.windows > 0
         for role, view in window.views.items():
             self._check_array(window.section, role)
-            window.loads.append(
-                reader.start(self._load, f"{window.section.name}/{role}", window.start, view, ahead)
-            )
+            name = f"{window.section.name}/{role}"
+            want = None
+            if self.base.info(name) is not None:
+                want = self.base.want(name, window.start, window.start + view.numel())
+            window.loads.append(reader.start(_load, want, view, ahead))
         for delta in self.deltas:
             updates: Updates = []
             for number, update in enumerate(delta.body.updates):
@@ -220,7 +238,7 @@ class Fold:
                 grads = delta.grads[number]
                 stepping = [p for p in window.pieces if (window.section.name, p.slice) in grads]
                 runs = [
-                    Run(grad, pieces, reader.start(delta.reader.elements, name, begin, end))
+                    Run(grad, pieces, reader.start(delta.reader.want(name, begin, end).elements))
                     for grad, pieces, name, begin, end in runs_of(
                         window.section, number, grads, stepping
                     )
@@ -251,14 +269,6 @@ class Fold:
             raise MalformedError(
                 f"array {section.name}/{role} does not fit the layout", rule="base"
             )  # fmt: skip
-
-    def _load(self, name: str, start: int, view: torch.Tensor, fresh: bool) -> None:
-        if fresh and view.numel():
-            populate(byte_view(view))
-        if self.base.info(name) is None:
-            view.zero_()
-        else:
-            self.base.read_into(name, start, view)
 
     def _apply(
         self, section: Section, delta: Delta,
@@ -302,13 +312,15 @@ class Fold:
             expected = sums.get(name, {})
             size = item_bytes(section.dtypes[role])
             data = byte_view(view)
-            first = start * size // BLOCK_BYTES
-            for index in range(first, first + block_count(len(data))):
+            first, end = start * size, start * size + len(data)
+            for index in range(first // BLOCK_BYTES, block_count(end)):
+                at = index * BLOCK_BYTES
+                whole = first <= at and min(at + BLOCK_BYTES, section.elements * size) <= end
                 if step == self.base_step and not sums:
                     self._last_match[name, index] = step
-                elif index in expected:
-                    at = (index - first) * BLOCK_BYTES
-                    self._compare(name, index, step, data[at : at + BLOCK_BYTES], expected[index])
+                elif index in expected and whole:
+                    block = data[at - first : at - first + BLOCK_BYTES]
+                    self._compare(name, index, step, block, expected[index])
 
     def _compare(self, name: str, index: int, step: int, data: memoryview, expected: int) -> None:
         self.report.checked += 1
@@ -346,6 +358,16 @@ class Fold:
                     values.append(base.scalars[name][index] if base else None)
             scalars[name] = tuple(values)
         return SectionState(present=tuple(present), scalars=scalars)
+
+
+def _load(want: Want | None, view: torch.Tensor, fresh: bool) -> None:
+    """Fill a window's memory from the base, or with zeros where that has nothing."""
+    if fresh and view.numel():
+        populate(byte_view(view))
+    if want is None:
+        view.zero_()
+    else:
+        want.into(view)
 
 
 def _refuse_new_state(pieces: Sequence[Piece]) -> None:

@@ -25,16 +25,17 @@ from .redundancy.witness import Witness, compare, shared_by
 def parted(fetcher: Fetcher, plan: RestorePlan, group: Group) -> str:
     """Why a planned step is not to be taken, naming tensors and ranks; empty if nothing is wrong.
 
-    Each rank of the group reads its own extra, a process alone all of them. All ranks call it.
+    Each rank of the group reads its own extra, and as many others as there is nobody else to read.
+    All ranks call it.
     """
     found = plan.manifest.redundancy
     parts = [entry.name for entry in plan.manifest.parts]
     size = len(plan.manifest.ranks)
     if found is None or not any(shared_by(found, parts, rank) for rank in range(size)):
         return ""
-    mine = range(size) if group.size == 1 else [group.rank]
+    mine = range(group.rank, size, group.size)
     told = share(group, "witnesses", lambda: [_told(fetcher, plan, rank) for rank in mine])
-    said = [each for ranks in told for each in ranks]
+    said = [told[rank % group.size][rank // group.size] for rank in range(size)]
     for rank, each in enumerate(said):
         if each and "why" in each:
             return f"the extra of rank {rank} cannot be read: {each['why']}"

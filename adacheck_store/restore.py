@@ -6,37 +6,28 @@ taken, and said. Never guess.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from adacheck_store.format.bodies import decode_extra
-from adacheck_store.format.canonical import ArrayRef, Scalar
-from adacheck_store.format.errors import (
-    AdaCheckError,
-    ChainBrokenError,
-    FormatError,
-    RestoreError,
-)
-from adacheck_store.format.keys import layout_key
-from adacheck_store.format.layout import Layout, Section, decode_layout
+from adacheck_store.format.errors import RestoreError
+from adacheck_store.format.keys import part_name, rank_name
+from adacheck_store.format.layout import Layout
 from adacheck_store.tiers.base import Tier
 
-from .ahead import Ahead
-from .arrays import tensor_of, torch_dtype
 from .candidates import carry_out
-from .catalog import Catalog, RecordRef, read_catalog
+from .catalog import Catalog, read_catalog
 from .deaths import Ceiling
 from .drift import Drift, measure, stretch, too_much
-from .fetch import ArrayReader, BlocksLostError, Fetcher
-from .fold import Fold, FoldReport
+from .fetch import BlocksLostError, Fetcher
+from .fold import FoldReport
 from .group import SOLO, Group
+from .reading import fetch_parts, open_layouts, read_extra
 from .recovery import NOWHERE, Nearness, PartPlan, RestorePlan
 from .redundancy.shares import wanted_of
+from .reshard import Wanted
 from .state import PartState, gathered
+from .topology import Need, adopt, is_another, only, put_together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +40,7 @@ class Certificate:
     ``bounded`` ``drift`` and ``drift_ulps`` are the largest differences found by folding up to
     the base the same way (None: nothing to measure it by), and ``differed`` counts fingerprints
     that were not the trainer's. ``gap`` says why the chain was started anew at the base, if it
-    was.
+    was, ``topology`` what this rank has of whom, where ranks or sharding are not the chain's.
     """
 
     step: int
@@ -64,14 +55,16 @@ class Certificate:
     drift_ulps: int | None = None
     differed: int = 0
     gap: str = ""
+    topology: str = ""
 
     def __str__(self) -> str:
         drift = "" if self.drift is None else f", drift {self.drift:.3g}"
         gap = f", started anew there ({self.gap})" if self.gap else ""
+        topology = f"; {self.topology}" if self.topology else ""
         return (
             f"step {self.step} = {self.base_origin} base {self.base_step} + {self.deltas} deltas, "
             f"{self.exactness}, {self.blocks_verified} blocks verified, fingerprints through step "
-            f"{self.verified_through}{drift}{gap}"
+            f"{self.verified_through}{drift}{gap}{topology}"
         )
 
 
@@ -81,7 +74,8 @@ class Restored:
 
     ``extras`` maps a rank to its tree, with torch tensors. ``lost`` is how many steps newer than
     ``step`` were seen and not taken, with ``reasons``; ``tiers`` maps each tier to the
-    bytes it gave. ``plan`` is what was executed.
+    bytes it gave. ``plan`` is what was executed. ``alike`` names what of the extra all ranks had
+    alike where it is another rank's, for this one is new; else it is None.
     """
 
     step: int
@@ -92,29 +86,20 @@ class Restored:
     lost: int
     reasons: tuple[str, ...]
     tiers: Mapping[str, int]
+    alike: frozenset[str] | None = None
 
 
-_Fetched = tuple[
-    dict[str, PartState], list[FoldReport], dict[str, dict[str, Any]], Drift | None
-]  # fmt: skip
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Fetched:
+    """What one attempt gave; ``plan`` has the parts and extras that were read."""
 
-
-@dataclass(slots=True)
-class StateSink:
-    """A fold's sink that keeps the whole state in memory."""
-
-    arrays: dict[str, torch.Tensor] = field(default_factory=dict)
-
-    def window(self, section: Section, role: str, start: int, stop: int) -> torch.Tensor:
-        """A view of the role's array, made when first asked for."""
-        name = f"{section.name}/{role}"
-        if name not in self.arrays:
-            kind = torch_dtype(section.dtypes[role])
-            self.arrays[name] = torch.empty(section.elements, dtype=kind)
-        return self.arrays[name][start:stop]
-
-    def done(self, section: Section, start: int, stop: int, views: Mapping[str, Any]) -> None:
-        """Nothing: the windows are the result."""
+    plan: RestorePlan
+    parts: Mapping[str, PartState]
+    reports: Sequence[FoldReport]
+    extras: Mapping[str, Mapping[str, Any]]
+    drift: Drift | None
+    topology: str = ""
+    alike: frozenset[str] | None = None
 
 
 def refuse_unknown(catalog: Catalog) -> None:
@@ -134,55 +119,76 @@ def refuse_unknown(catalog: Catalog) -> None:
 def restore_state(
     tiers: Sequence[Tier], run: str, *, step: int | None = None, term: str = "",
     catalog: Catalog | None = None, max_drift: float = float("inf"), group: Group = SOLO,
-    own: tuple[str, str] | None = None, near: Nearness = NOWHERE,
-    check: Callable[[RestorePlan], None] = lambda plan: None, ceiling: Ceiling | None = None,
+    need: Need | None = None, near: Nearness = NOWHERE, ceiling: Ceiling | None = None,
 ) -> Restored:  # fmt: skip
     """The newest provable state of a run (or that of ``step``), fetched, verified and folded.
 
     Tiers are given nearest first. Where this machine's arithmetic is not the trainer's, the drift
-    of such folds is measured; if it is above ``max_drift`` no delta is folded. ``own`` is the part
-    and the rank that are fetched, with what other parts have of that rank's (all, if not given);
-    ``near`` see `recovery.nearer`, ``ceiling``
-    see `deaths`. Raises `RestoreError`, `NotProvableError`, or what made every candidate fail.
+    of such folds is measured; if it is above ``max_drift`` no delta is folded. What a rank
+    ``need``s is put together as the state of its part (all parts as they are, if not given);
+    ``near`` see `recovery.nearer`, ``ceiling`` see `deaths`. Raises `RestoreError`,
+    `NotProvableError`, `ModelMismatchError` where a state cannot be put together, or what made
+    every candidate fail.
     """
 
     def work(fetcher: Fetcher, whole: RestorePlan) -> _Fetched:
-        plan = whole if own is None else _only(whole, *own)
-        parts, reports = fetch_parts(fetcher, tiers, plan)
-        extras = {rank: read_extra(fetcher, refs) for rank, refs in plan.extras.items()}
-        drift = None
-        if any(report.exactness == "bounded" and report.deltas for report in reports):
-            known = catalog if catalog is not None else read_catalog(tiers, run)
-            drift = _drift(fetcher, parts, plan, known, max_drift)
-        return parts, reports, extras, drift
+        return _fetch(
+            fetcher, tiers, whole, need, lambda plan, layouts: drift(fetcher, plan, layouts)
+        )
+
+    def drift(fetcher: Fetcher, plan: RestorePlan, layouts: Mapping[str, Layout]) -> Drift | None:
+        known = catalog if catalog is not None else read_catalog(tiers, run)
+        return _drift(fetcher, layouts, plan, known, max_drift)
 
     done = carry_out(
-        tiers, run, work, step=step, term=term, catalog=catalog, group=group, check=check,
-        near=near, ceiling=ceiling,
+        tiers, run, work, step=step, term=term, catalog=catalog, group=group, near=near,
+        ceiling=ceiling,
     )  # fmt: skip
-    parts, reports, extras, drift = done.result
-    mine = done.plan
-    if own is not None:
-        mine, wanted = _only(mine, *own), wanted_of(mine.manifest, int(own[1][1:]))
-        parts = {own[0]: gathered(parts, own[0], wanted)} if wanted else parts
+    found = done.result
+    certificate = certify(found.plan, found.reports, done.fetcher, found.drift, found.topology)
     return Restored(
-        step=done.plan.step, plan=done.plan, parts=parts, extras=extras,
-        certificate=certify(mine, reports, done.fetcher, drift), lost=done.lost,
-        reasons=done.reasons, tiers=dict(done.fetcher.used),
+        step=done.plan.step, plan=done.plan, parts=found.parts, extras=found.extras,
+        certificate=certificate, lost=done.lost, reasons=done.reasons,
+        tiers=dict(done.fetcher.used), alike=found.alike,
     )  # fmt: skip
 
 
-def _only(plan: RestorePlan, part: str, rank: str) -> RestorePlan:
-    """A plan of one rank's extra, its part, and the parts of others that have what it holds."""
-    wanted = wanted_of(plan.manifest, int(rank[1:])) or {part}
-    return dataclasses.replace(
-        plan, parts=tuple(item for item in plan.parts if item.part in wanted),
-        extras={name: refs for name, refs in plan.extras.items() if name == rank},
+_Drifts = Callable[[RestorePlan, Mapping[str, Layout]], Drift | None]
+
+
+def _fetch(
+    fetcher: Fetcher, tiers: Sequence[Tier], whole: RestorePlan, need: Need | None,
+    measured: _Drifts,
+) -> _Fetched:  # fmt: skip
+    """All parts and extras of a plan, or what one rank needs of them."""
+    plan = whole
+    wanted: Wanted = {}
+    if need is not None:
+        wanted = wanted_of(whole.manifest, need.rank)
+        plan = only(whole, wanted or {part_name(need.rank)}, {rank_name(need.rank)})
+    layouts = open_layouts(tiers, plan)
+    topology, alike = "", None
+    if need is not None and is_another(whole, layouts, need, wanted):
+        layouts = open_layouts(tiers, whole)
+        made = put_together(fetcher, whole, layouts, need, wanted)
+        parts, reports, plan = {made.state.part: made.state}, made.reports, made.plan
+        tree, alike, topology = adopt(fetcher, whole, need, made.taken)
+        extras: dict[str, Mapping[str, Any]] = {rank_name(need.rank): tree}
+    else:
+        parts, reports = fetch_parts(fetcher, plan, layouts)
+        extras = {name: read_extra(fetcher, refs) for name, refs in plan.extras.items()}
+        if need is not None and wanted:
+            part = part_name(need.rank)
+            parts = {part: gathered(parts, part, wanted)}
+    bounded = any(report.exactness == "bounded" and report.deltas for report in reports)
+    return _Fetched(
+        plan=plan, parts=parts, reports=reports, extras=extras, topology=topology, alike=alike,
+        drift=measured(plan, layouts) if bounded else None,
     )  # fmt: skip
 
 
 def _drift(
-    fetcher: Fetcher, parts: Mapping[str, PartState], plan: RestorePlan, catalog: Catalog,
+    fetcher: Fetcher, layouts: Mapping[str, Layout], plan: RestorePlan, catalog: Catalog,
     max_drift: float,
 ) -> Drift | None:  # fmt: skip
     """The largest drift of folds that end at the plan's bases; raises if it is too large."""
@@ -192,7 +198,7 @@ def _drift(
         if before is None:
             continue
         try:
-            drift = measure(fetcher, parts[part.part].layout, *before, part.base)
+            drift = measure(fetcher, layouts[part.part], *before, part.base)
         except BlocksLostError:
             continue  # what lies before the base is not needed
         found = drift.joined(found)
@@ -202,83 +208,10 @@ def _drift(
     return found
 
 
-def open_layout(tiers: Sequence[Tier], run: str, layout_id: str) -> Layout:
-    """A layout by id, from the first tier that has it right."""
-    errors: list[str] = []
-    for tier in tiers:
-        try:
-            sealed = tier.head(str(layout_key(run, layout_id)))
-            if sealed.id == layout_id:
-                return decode_layout(sealed.head)
-            errors.append(f"{tier.traits.name}: another record under its key")
-        except AdaCheckError as error:
-            errors.append(str(error))
-    raise ChainBrokenError(
-        f"no tier has layout {layout_id[:16]}: {'; '.join(errors)}", run=run,
-        hint="bring back a tier that has it; fsck tells what this one lacks",
-    )  # fmt: skip
-
-
-def open_fold(fetcher: Fetcher, layout: Layout, part: PartPlan) -> Fold:
-    """The fold of a part's plan; reads heads, no blocks yet."""
-    base = ArrayReader(fetcher, part.base)
-    return Fold(layout, base, [ArrayReader(fetcher, ref) for ref in part.deltas])
-
-
-def fetch_parts(
-    fetcher: Fetcher, tiers: Sequence[Tier], plan: RestorePlan
-) -> tuple[dict[str, PartState], list[FoldReport]]:
-    """Fold every part of a plan into memory."""
-    parts: dict[str, PartState] = {}
-    reports: list[FoldReport] = []
-    for part in plan.parts:
-        layout = open_layout(tiers, plan.run, part.layout)
-        sink = StateSink()
-        with Ahead() as reader:
-            report = open_fold(fetcher, layout, part).run(sink, reader)
-        reports.append(report)
-        parts[part.part] = PartState(
-            part=part.part, step=plan.step, layout=layout, layout_id=part.layout,
-            arrays=sink.arrays, states=report.states, boundary=report.boundary,
-        )  # fmt: skip
-    return parts, reports
-
-
-def read_extra(fetcher: Fetcher, refs: Sequence[RecordRef]) -> dict[str, Any]:
-    """A rank's extra as a tree with torch tensors; ``refs`` as in `RestorePlan.extras`."""
-    readers = {ref.step: ArrayReader(fetcher, ref) for ref in refs}
-    newest = readers[refs[0].step]
-    ref = newest.ref
-    try:
-        body = decode_extra(newest.head)
-        tree = {name: _with_tensors(value, newest) for name, value in body.tree.items()}
-        for name, step in body.refs.items():
-            earlier = readers[step]
-            ref = earlier.ref
-            tree[name] = _with_tensors(decode_extra(earlier.head).tree[name], earlier)
-    except (FormatError, KeyError, RuntimeError, ValueError) as error:
-        pairs = [(tier, ref.key) for tier in ref.tiers]
-        raise BlocksLostError(ref, pairs, f"{type(error).__name__}: {error}"[:400]) from error
-    return tree
-
-
-def _with_tensors(value: Any, reader: ArrayReader) -> Any:
-    """A typed value with its arrays and scalars as tensors."""
-    if isinstance(value, ArrayRef):
-        info = reader.head.array(value.array)
-        return reader.elements(value.array, 0, info.elements).reshape(value.shape)
-    if isinstance(value, Scalar):
-        return tensor_of(value)
-    if isinstance(value, tuple | list):
-        return type(value)(_with_tensors(item, reader) for item in value)
-    if isinstance(value, dict):
-        return {key: _with_tensors(item, reader) for key, item in value.items()}
-    return value
-
-
 def certify(
-    plan: RestorePlan, reports: Sequence[FoldReport], fetcher: Fetcher, drift: Drift | None = None
-) -> Certificate:
+    plan: RestorePlan, reports: Sequence[FoldReport], fetcher: Fetcher,
+    drift: Drift | None = None, topology: str = "",
+) -> Certificate:  # fmt: skip
     """What the folds of a plan have shown."""
     longest: PartPlan = max(plan.parts, key=lambda part: len(part.deltas))
     exactness = {report.exactness for report in reports} | {
@@ -298,4 +231,5 @@ def certify(
         drift_ulps=None if drift is None else drift.ulps,
         differed=sum(report.differed for report in reports),
         gap=str((longest.base.gap or {}).get("reason", "")),
+        topology=topology,
     )

@@ -11,7 +11,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from adacheck_store.format.errors import (
-    ModelMismatchError,
     OrderError,
     RestoreError,
     TierError,
@@ -33,13 +32,14 @@ from .deaths import Ceiling, ceiling_of
 from .excuse import Excuse
 from .group import SOLO, Group, lead, same, share, together
 from .opening import Opened, Opening, without_unbegun
-from .recovery import NOWHERE, RestorePlan
+from .recovery import NOWHERE
 from .redundancy.shares import Sharing
 from .restore import Restored, refuse_unknown, restore_state
 from .revisions import Revisions
 from .status import Background, Status, status_of, unsaved
 from .store import Store, open_store, refuse_set_aside
 from .terms import claim_term
+from .topology import Need
 from .upkeep import Upkeep
 from .writer import Writer
 
@@ -151,13 +151,15 @@ class RunSession:
         return self._writer is not None
 
     def restore(
-        self, *, resume: str | None = None, step: int | None = None, term: str = ""
-    ) -> Restored | None:
+        self, *, resume: str | None = None, step: int | None = None, term: str = "",
+        layout: Layout | None = None,
+    ) -> Restored | None:  # fmt: skip
         """Claim a term, then plan, fetch, verify and fold into staging.
 
         Returns None on a run without history or under ``never``. Raises `RestoreError` on one
         without history under ``must``, or where a tier that may hold it cannot be read. ``step``
-        asks for that very step, ``term`` for another branch's.
+        asks for that very step, ``term`` for another branch's. ``layout`` has the pieces of tensors
+        that this rank holds now; without it, they are those that it held.
         """
         resume = resume or self.settings.resume
         if self._decided:
@@ -172,9 +174,9 @@ class RunSession:
             restored = restore_state(
                 self.store.tiers, self.run, step=step, term=term,
                 catalog=self._catalog if self.group.rank == 0 else None,
-                max_drift=self.settings.max_drift, group=self.group, own=(self.part, self.rank),
-                near=self._crew.near_to if self._crew else NOWHERE, check=self._check_ranks,
-                ceiling=self._ceiling,
+                max_drift=self.settings.max_drift, group=self.group, ceiling=self._ceiling,
+                need=Need(rank=self.group.rank, ranks=self.group.size, layout=layout),
+                near=self._crew.near_to if self._crew else NOWHERE,
             )  # fmt: skip
         self._restored = dataclasses.replace(restored, parts={}, extras={})  # the state is large
         self._decided = True
@@ -229,17 +231,6 @@ class RunSession:
                 hint="call restore() first, or attach with resume='never'",
             )  # fmt: skip
         return self._claim(self.settings.resume, None)
-
-    def _check_ranks(self, plan: RestorePlan) -> None:
-        """Refuse a chain that another number of ranks has written."""
-        size = len(plan.manifest.ranks)
-        if size != self.group.size or len(plan.parts) != self.group.size:
-            raise ModelMismatchError(
-                f"the chain was written by {size} rank{'s' * (size > 1)}, this run has "
-                f"{self.group.size}", run=self.run, term=plan.term, step=plan.step,
-                hint=f"start {size} ranks: another number is not supported yet; nothing was "
-                "changed",
-            )  # fmt: skip
 
     def start(
         self, layout: Layout, *, start_step: int,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -59,14 +60,6 @@ def pieces_of(
             continue
         high = max(low, high)
         cut = slice(low - start, high - start)
-        present = bool(state and state.present[index])
-        scalars = {}
-        if state and present:
-            scalars = {
-                name: from_typed(values[index])
-                for name, values in state.scalars.items()
-                if values[index] is not None
-            }
         pieces.append(
             Piece(
                 slice=index, group=item.group, start=low - item.offset,
@@ -76,10 +69,36 @@ def pieces_of(
                     role: _shaped(item, view[cut])
                     for role, view in views.items() if role != section.main_role
                 },
-                present=present, scalars=scalars,
+                present=bool(state and state.present[index]), scalars=_scalars(state, index),
             )
         )  # fmt: skip
     return pieces
+
+
+def idle_pieces(
+    section: Section, indexes: Iterable[int], views: Mapping[str, torch.Tensor],
+    scratch: torch.Tensor, state: SectionState | None,
+) -> list[Piece]:  # fmt: skip
+    """Cuts without elements of slices that no window has: their counters go on all the same."""
+    roles = {role: view[:0] for role, view in views.items() if role != section.main_role}
+    return [
+        Piece(
+            slice=index, group=section.slices[index].group, start=0, stop=0,
+            param=views[section.main_role][:0], grad=scratch[:0], roles=roles,
+            present=bool(state and state.present[index]), scalars=_scalars(state, index),
+        )
+        for index in indexes
+    ]  # fmt: skip
+
+
+def _scalars(state: SectionState | None, index: int) -> dict[str, Any]:
+    """A slice's counters, fresh, where it has state."""
+    if state is None or not state.present[index]:
+        return {}
+    return {
+        name: from_typed(values[index])
+        for name, values in state.scalars.items() if values[index] is not None
+    }  # fmt: skip
 
 
 def runs_of(

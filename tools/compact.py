@@ -24,8 +24,8 @@ from adacheck_store.format.errors import (
 from adacheck_store.format.head import SealedHead
 from adacheck_store.format.keys import layout_key, manifest_key
 from adacheck_store.format.record import Block
+from adacheck_store.reading import open_layout
 from adacheck_store.recovery import PartPlan, RestorePlan
-from adacheck_store.restore import open_layout
 from adacheck_store.retention import read_back
 from adacheck_store.store import Store
 from adacheck_store.tiers.base import Source, Tier

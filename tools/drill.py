@@ -25,8 +25,9 @@ from adacheck_store.fetch import Fetcher
 from adacheck_store.format.errors import RecordNotFoundError, RestoreError, TierReadOnlyError
 from adacheck_store.format.ids import Buffer
 from adacheck_store.format.layout import Section
+from adacheck_store.reading import open_fold, open_layout, read_extra
 from adacheck_store.recovery import RestorePlan
-from adacheck_store.restore import Certificate, certify, open_fold, open_layout, read_extra
+from adacheck_store.restore import Certificate, certify
 from adacheck_store.store import Store
 from adacheck_store.tiers.base import Tier
 from adacheck_store.tiers.objects import Objects

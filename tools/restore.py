@@ -22,14 +22,9 @@ from adacheck_store.fetch import Fetcher
 from adacheck_store.fold import Fold, FoldReport
 from adacheck_store.format.dtypes import SAFETENSORS_DTYPES
 from adacheck_store.format.errors import UsageError
+from adacheck_store.reading import open_fold, open_layout, read_extra
 from adacheck_store.recovery import RestorePlan
-from adacheck_store.restore import (
-    Certificate,
-    certify,
-    open_fold,
-    open_layout,
-    read_extra,
-)
+from adacheck_store.restore import Certificate, certify
 from adacheck_store.store import Store
 from adacheck_store.tiers import durable
 from adacheck_store.tiers.medium import translate

@@ -14,8 +14,8 @@ import torch
 from adacheck_store.config import Settings
 from adacheck_store.format.errors import AdaCheckError, OrderError, TermError, TierError, UsageError
 from adacheck_store.group import SOLO, Group
-from adacheck_store.state import PartState
 
+from .adopt import fit
 from .assemble import Assembly, StartBoundary, gather_extras
 from .capture import Capture
 from .detection import Detection
@@ -23,9 +23,9 @@ from .encode import ClosedBoundary
 from .extras import freeze, thaw
 from .grace import Grace
 from .hooks import attached
-from .layouts import Binding, Match, Optimizers, bind, listed
+from .layouts import Binding, Optimizers, bind, listed
 from .leaving import EXIT_FLUSH_S, leave
-from .load import fitting, load
+from .load import load
 from .loader import LoaderPosition
 from .names import Model
 from .outside import say_edited
@@ -104,14 +104,16 @@ class Checkpointer:
         if self._assembly is not None or self._loading:
             raise OrderError("restore() was called already, or training has begun")
         self._session.together("restore", self._tracked.check_scheduler)
+        layout = self._session.together("restore", self._bind).layout
         self._restoring = True
-        restored = self._session.restore(step=step)
+        restored = self._session.restore(step=step, layout=layout)
         self._loading = True  # up to here another step may be asked for
         if restored is None:
             self._begin(self._settings.start_step)
             return RestoreReport(step=self._step)
-        ((state,), (tree,)) = restored.parts.values(), restored.extras.values()
-        binding, matches = self._session.together("load", lambda: self._fit(state, tree))
+        state, tree, binding, matches = self._session.together(
+            "load", lambda: fit(restored, self._tracked, self._bind())
+        )
         load(state, tree, binding, matches)
         self._tracked.load(tree)
         self._carried = tree.get("carried")
@@ -121,17 +123,11 @@ class Checkpointer:
         rng = tree.get("rng")
         if rng is not None:
             set_rng_state(rng)
-            self._loader.restored(tree.get("loader"), rng if self._carried is None else None)
+        self._loader.restored(tree.get("loader"), rng if self._carried is None else None)
         return RestoreReport.of(restored, thaw(self._carried))
 
     def _bind(self) -> Binding:
         return bind(self._model, self._optimizers, self._names, self._group)
-
-    def _fit(self, state: PartState, tree: Mapping[str, Any]) -> tuple[Binding, list[Match]]:
-        """Find what is wrong with a state for this model, before a tensor is touched."""
-        self._tracked.check(tree)
-        binding = self._bind()
-        return binding, fitting(state, tree, binding, step=state.step)
 
     def _begin(self, step: int) -> None:
         def prepared() -> tuple[Assembly, StartBoundary]:

@@ -21,8 +21,8 @@ log = logging.getLogger(__name__)
 class Session(Protocol):
     """What a checkpointer needs of `adacheck_store.session.RunSession`."""
 
-    def restore(self, *, step: int | None = None) -> Any:
-        """Claim a term; the restored state, None on a fresh run."""
+    def restore(self, *, step: int | None = None, layout: Layout | None = None) -> Any:
+        """Claim a term; the restored state in the pieces of ``layout``, None on a fresh run."""
         ...
 
     def start(

@@ -239,7 +239,7 @@ class Shell:
         # Torch is loaded when it is first needed: an agent is to be up in no time.
         from adacheck_store.compact import ReplayedBase
         from adacheck_store.fetch import Fetcher
-        from adacheck_store.restore import open_layout
+        from adacheck_store.reading import open_layout
 
         tiers = list(self.places.values())
         anywhere = dataclasses.replace(

@@ -57,8 +57,8 @@ class ThreadGroup:
     def _await(
         self, ranks: Sequence[int], data: bytes | None, timeout_s: float | None = None
     ) -> list[bytes]:
-        said = self._talk.said[self._round]
         with self._talk.changed:
+            said = self._talk.said[self._round]  # made by whoever comes first: under the lock
             if data is not None:
                 said[self.rank] = data
                 self._talk.changed.notify_all()

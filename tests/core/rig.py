@@ -35,7 +35,7 @@ from adacheck_store.format.layout import Layout, Section, Slice, align, whole_bo
 from adacheck_store.format.manifest import Manifest, PartEntry
 from adacheck_store.format.record import Record
 from adacheck_store.optimizers import arithmetic_digest, group_values, spec_of
-from adacheck_store.restore import StateSink
+from adacheck_store.reading import StateSink
 from adacheck_store.tiers.base import RecordSource
 from adacheck_store.tiers.memory import MemoryTier
 

@@ -8,7 +8,7 @@ from adacheck_store.config import Settings
 from adacheck_store.drift import _ordered
 from adacheck_store.fetch import ArrayReader, Fetcher
 from adacheck_store.fold import Fold
-from adacheck_store.restore import StateSink, open_layout
+from adacheck_store.reading import StateSink, open_layout
 from adacheck_store.store import open_store
 from tests.gpu.bodies import loss_of, net
 from tests.hooks.helpers import attach, new_url, restored

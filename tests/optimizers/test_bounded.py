@@ -24,8 +24,9 @@ from adacheck_store.fetch import Fetcher
 from adacheck_store.format.bodies import BOUNDED_STEPS
 from adacheck_store.format.errors import AdaCheckError, NotProvableError, UsageError
 from adacheck_store.optimizers import arithmetic_digest
+from adacheck_store.reading import open_layout
 from adacheck_store.recovery import plan_restore
-from adacheck_store.restore import open_layout, restore_state
+from adacheck_store.restore import restore_state
 from adacheck_store.store import Store, open_store
 from adacheck_store.tools.compact import compact
 from adacheck_store.trainer_hooks import encode as encode_module

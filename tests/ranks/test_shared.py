@@ -12,13 +12,13 @@ from adacheck_store.fetch import ArrayReader, Fetcher
 from adacheck_store.format.bodies import decode_delta
 from adacheck_store.format.dtypes import item_bytes
 from adacheck_store.placement import Node
+from adacheck_store.reading import open_layout
 from adacheck_store.redundancy.assign import Topology
 from adacheck_store.redundancy.costs import exchange_bytes
 from adacheck_store.redundancy.listing import summary
 from adacheck_store.redundancy.shares import shares
 from adacheck_store.redundancy.sighting import Piece
 from adacheck_store.redundancy.states import Holding, Side, states
-from adacheck_store.restore import open_layout
 from adacheck_store.store import open_store
 from adacheck_store.tools.fsck import fsck
 from tests.ranks.worker import APART_AT, FLIPPED, FLIPPED_AT, STEPS, Launcher, build, check_against

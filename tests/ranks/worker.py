@@ -41,8 +41,9 @@ def build(kind: str, rank: int, ranks: int, *, steps: int = STEPS, width: int = 
     ``plain``: each rank has a model of its own under the same names, and nothing says so.
     ``grow``: so too, and the last layer is trained from a later step on only. ``hsdp``: each shard
     on two ranks. ``tp``: the middle is cut by tensor parallelism, what is around it stands on all
-    ranks. ``tp_fsdp``: that again sharded. ``whole``: what ``fsdp`` shards. Further kinds: see
-    `parallel`.
+    ranks. ``tp_fsdp``: that again sharded. ``whole``: what ``fsdp`` shards. ``one`` and
+    ``copies``: its model in one process, and under DDP; ``single``: what ``ddp`` has, in one
+    process. Further kinds: see `parallel`.
     """
     import torch
 
@@ -66,12 +67,15 @@ def _simple(kind: str, ranks: int, width: int):
     import torch
     from torch import nn
 
+    bare = kind in ("fsdp", "hsdp", "whole", "one", "copies")
     tensor = kind.startswith("tp")
     drop = [] if tensor else [nn.Dropout(0.2)]
     layers = [nn.Linear(9, width), *drop, nn.GELU(), nn.Linear(width, 5)]
-    if kind not in ("fsdp", "hsdp", "whole"):
+    if not bare:
         layers.insert(1, nn.LayerNorm(width) if tensor else nn.BatchNorm1d(width))
     model = nn.Sequential(*layers, nn.Linear(5, 1))
+    if kind in ("fsdp", "hsdp", "one", "copies"):
+        model[-1].bias.requires_grad_(False)
     if tensor:
         model = _cut(model, kind, ranks)
     elif kind in ("fsdp", "hsdp"):
@@ -82,12 +86,11 @@ def _simple(kind: str, ranks: int, width: int):
         if kind == "hsdp":
             names, shape = ("copies", "shards"), (2, ranks // 2)
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-        model[-1].bias.requires_grad_(False)
         for layer in model[:-1]:
             if isinstance(layer, nn.Linear):
                 fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)  # the last layer is the root's
-    elif kind in ("ddp", "flip", "local"):
+    elif kind in ("ddp", "flip", "local", "copies"):
         model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     first = model[:-1] if kind == "grow" else model
     optimizer = torch.optim.AdamW(
@@ -232,6 +235,23 @@ def dump(model, file: str, rank: int) -> None:
         safetensors.torch.save_file(found, file)
 
 
+def whole(model, optimizer) -> dict:
+    """Digests of all that all ranks have together: parameters, moments, counters, groups."""
+    from adacheck_store.format.ids import record_id
+
+    if hasattr(model, "reshard"):
+        model.reshard()
+    found = {}
+    for name, param in model.named_parameters():
+        state = optimizer.state.get(param, {})
+        for role, value in {"param": param, **dict(sorted(state.items()))}.items():
+            full = value.full_tensor() if hasattr(value, "full_tensor") else value
+            found[f"{name.removeprefix('module.')}/{role}"] = record_id(_bytes(full))[:12]
+    for number, group in enumerate(optimizer.param_groups):
+        found[f"group {number}"] = repr(sorted((k, v) for k, v in group.items() if k != "params"))
+    return found
+
+
 def told(report, model, optimizer, schedule) -> dict:
     """A restore as a row of a journal."""
     return {
@@ -343,7 +363,9 @@ def _train(out: str, rank: int, ranks: int, port: int, prefix: str, kind: str, o
                 write(refused=str(error), error=type(error).__name__,
                       touched=digest(model, optimizer, schedule) != before)  # fmt: skip
                 return
-            write(**told(report, model, optimizer, schedule))
+            wholes = options.get("wholes")
+            more = {"whole": whole(model, optimizer)} if wholes else {}
+            write(**told(report, model, optimizer, schedule), **more)
             if options.get("dump"):
                 dump(model, options["dump"], rank)
             if options.get("inspect"):
@@ -357,6 +379,8 @@ def _train(out: str, rank: int, ranks: int, port: int, prefix: str, kind: str, o
                 average(kind, model, number)
                 flip(kind, model, rank, number)
                 evaluate(model, number)
+                if wholes:  # before it is stored: what is restored has been told
+                    write(made=number, whole=whole(model, optimizer))
                 if number == options.get("poisoned", {}).get(rank):
                     ckpt.flush(60, far=False)
                     os.kill(os.getpid(), signal.SIGKILL)
@@ -422,10 +446,11 @@ class Attempt:
         prefix = f"attempt-{launcher.attempts}"
         url = store if isinstance(store, str) else store.as_uri()
         options = {"store": url, **options}
+        kind = options.get("kind", launcher.kind)
         self.processes = [
             _context.Process(
                 target=_train,
-                args=(str(out), rank, ranks, launcher.server.port, prefix, launcher.kind, options),
+                args=(str(out), rank, ranks, launcher.server.port, prefix, kind, options),
                 daemon=True,
             )
             for rank, out in enumerate(self.outs)

@@ -1,0 +1,313 @@
+"""Another topology: what a rank needs is put together from what all ranks of a chain have written.
+
+Each part is folded as it was written, only those windows that have something of it, and cut.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from adacheck_store.format.bodies import SectionState, decode_extra
+from adacheck_store.format.canonical import ArrayRef
+from adacheck_store.format.errors import ModelMismatchError
+from adacheck_store.format.keys import part_name, rank_name
+from adacheck_store.format.layout import Layout, Section
+
+from .ahead import Ahead
+from .arrays import byte_tensor, torch_dtype
+from .fetch import ArrayReader, Fetcher, lost_if_malformed
+from .fold import Fold, FoldReport
+from .reading import open_fold, read_extra
+from .recovery import RestorePlan
+from .regions import Region
+from .reshard import Copy, Held, Reshard, Wanted, pieces_in, reshard, same_pieces
+from .state import PartState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Need:
+    """What a rank needs of a chain: which rank of how many it is, and the pieces it holds.
+
+    Without a ``layout`` that is what the same rank has written.
+    """
+
+    rank: int
+    ranks: int
+    layout: Layout | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PutTogether:
+    """A state that was put together: ``plan`` has the parts that were read, ``reports`` are those
+    of the folds that gave elements, ``taken`` as in `reshard.Reshard`."""
+
+    state: PartState
+    plan: RestorePlan
+    reports: Sequence[FoldReport]
+    taken: Sequence[str]
+
+
+def only(plan: RestorePlan, parts: Collection[str], ranks: Collection[str]) -> RestorePlan:
+    """A plan of some parts, and the extras of some ranks."""
+    return dataclasses.replace(
+        plan, parts=tuple(item for item in plan.parts if item.part in parts),
+        extras={name: refs for name, refs in plan.extras.items() if name in ranks},
+    )  # fmt: skip
+
+
+def is_another(
+    plan: RestorePlan, layouts: Mapping[str, Layout], need: Need, wanted: Wanted
+) -> bool:  # fmt: skip
+    """Whether a rank holds other pieces than the same rank of the chain, or there was none.
+
+    ``layouts`` are those of the parts that have what it held: what of them, where they are shared,
+    ``wanted`` says. Raises `ModelMismatchError` where nobody has told what is needed.
+    """
+    ranks = len(plan.manifest.ranks)
+    if need.layout is None:
+        if ranks != need.ranks:
+            raise ModelMismatchError(
+                f"the chain was written by {ranks} rank{'s' * (ranks > 1)}, this run has "
+                f"{need.ranks}", run=plan.run, term=plan.term, step=plan.step,
+                hint="say which pieces each rank needs; nothing was changed",
+            )  # fmt: skip
+        return False
+    held = [
+        piece for part, layout in layouts.items() for piece in pieces_in(layout)
+        if not wanted or (piece.scope, piece.name) in wanted[part]
+    ]  # fmt: skip
+    return ranks != need.ranks or not same_pieces(need.layout, held)
+
+
+def put_together(
+    fetcher: Fetcher, plan: RestorePlan, layouts: Mapping[str, Layout], need: Need, wanted: Wanted
+) -> PutTogether:
+    """The state that a rank needs, as that of its part; see `reshard.reshard`.
+
+    Raises `ModelMismatchError` where it cannot be: pieces are missing, or tensors of which each
+    rank has its own are not equal.
+    """
+    assert need.layout is not None
+    at = need.rank % len(plan.parts)
+    order = [*plan.parts[at:], *plan.parts[:at]]
+    folds = {item.part: open_fold(fetcher, layouts[item.part], item) for item in order}
+    shard = reshard(
+        need.layout, {item.part: layouts[item.part] for item in order},
+        rank=rank_name(need.rank), own=wanted, alike=_tokens(folds),
+    )  # fmt: skip
+    used = shard.parts or (order[0].part,)
+    arrays: dict[str, torch.Tensor] = {}
+    given = []
+    for part in used:
+        spans = shard.spans(part)
+        with Ahead() as reader:
+            folds[part].run(_Cutter(shard, part, arrays), reader, spans)
+        if any(spans.values()):
+            given.append(folds[part].report)
+    reports = {part: folds[part].report for part in used}
+    states = _states(shard, reports)
+    for section in shard.layout.sections:  # also where nothing was copied
+        roles = section.state_roles if any(states[section.name].present) else ()
+        for role in (section.main_role, *roles):
+            _array(arrays, section, role)
+    state = PartState(
+        part=part_name(need.rank), step=plan.step, layout=shard.layout, layout_id="",
+        arrays=arrays, states=states, boundary=_boundary(reports),
+    )  # fmt: skip
+    return PutTogether(
+        state=state, plan=only(plan, used, plan.extras), taken=shard.taken,
+        reports=given or list(reports.values()),
+    )  # fmt: skip
+
+
+class _Cutter:
+    """A fold's sink that copies out of each window what is needed of it, and forgets the window.
+
+    ``arrays`` are those of the state: ``<section>/<role>``.
+    """
+
+    def __init__(self, shard: Reshard, part: str, arrays: dict[str, torch.Tensor]) -> None:
+        self._sections = {section.name: section for section in shard.layout.sections}
+        self._arrays = arrays
+        self._copies: dict[str, list[Copy]] = defaultdict(list)
+        for copy in sorted(shard.copies, key=lambda copy: copy.source.piece.offset):
+            if copy.source.part == part:
+                self._copies[copy.source.section.name].append(copy)
+        self._ends = {
+            name: [copy.source.piece.offset + copy.source.piece.elements for copy in copies]
+            for name, copies in self._copies.items()
+        }
+
+    def window(self, section: Section, role: str, start: int, stop: int) -> torch.Tensor:
+        """Memory of the window's own: others are read meanwhile."""
+        return torch.empty(stop - start, dtype=torch_dtype(section.dtypes[role]))
+
+    def done(
+        self, section: Section, start: int, stop: int, views: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Copy what lies in the window, or compare it with what a copy of it gave."""
+        copies = self._copies.get(section.name, [])
+        for copy in copies[bisect_right(self._ends.get(section.name, []), start) :]:
+            if copy.source.piece.offset >= stop:
+                break
+            for source, target in copy.moves(start, stop):
+                for role, view in views.items():
+                    here = _view(view, source, start)
+                    there = _view(_array(self._arrays, self._sections[copy.target], role), target)
+                    if not copy.check:
+                        there.copy_(here)
+                    elif not _same(here, there):
+                        raise _differs(copy.source)
+
+
+def _array(arrays: dict[str, torch.Tensor], section: Section, role: str) -> torch.Tensor:
+    """A role's array of a section, made when first asked for."""
+    key = f"{section.name}/{role}"
+    if key not in arrays:
+        arrays[key] = torch.zeros(section.elements, dtype=torch_dtype(section.dtypes[role]))
+    return arrays[key]
+
+
+def _view(array: torch.Tensor, region: Region, at: int = 0) -> torch.Tensor:
+    """A region of an array whose first element is element ``at``."""
+    return array.as_strided(region.sizes, region.strides, region.base - at)
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(byte_tensor(one.contiguous()), byte_tensor(other.contiguous()))
+
+
+def _differs(held: Held) -> ModelMismatchError:
+    return ModelMismatchError(
+        f"{held.piece.name!r} is not the same on all ranks that wrote the chain, and this run "
+        "needs one for them", part=held.part,
+        hint="start as many ranks, sharded in the same way, as wrote it; nothing was changed",
+    )  # fmt: skip
+
+
+def _states(shard: Reshard, reports: Mapping[str, FoldReport]) -> dict[str, SectionState]:
+    """Which slices have optimizer state, and their counters; all who give a slice must agree."""
+    found = {}
+    for section in shard.layout.sections:
+        rows = []
+        for index in range(len(section.slices)):
+            told = [
+                (state.present[held.index],
+                 {name: values[held.index] for name, values in state.scalars.items()})
+                for held in shard.givers[section.name, index]
+                for state in [reports[held.part].states[held.section.name]]
+            ]  # fmt: skip
+            if any(each != told[0] for each in told[1:]):
+                raise _differs(shard.givers[section.name, index][0])
+            rows.append(told[0])
+        names = sorted({name for _, scalars in rows for name in scalars})
+        found[section.name] = SectionState(
+            present=tuple(present for present, _ in rows),
+            scalars={name: tuple(scalars.get(name) for _, scalars in rows) for name in names},
+        )
+    return found
+
+
+def _boundary(reports: Mapping[str, FoldReport]) -> Any:
+    """The groups' hyper-parameters, which all parts must have alike."""
+    found = list(reports.values())
+    if any(report.boundary != found[0].boundary for report in found[1:]):
+        raise ModelMismatchError(
+            f"parts {', '.join(reports)} have other hyper-parameters, and this run needs one for "
+            "all", hint="start as many ranks, sharded in the same way, as wrote the chain",
+        )  # fmt: skip
+    return found[0].boundary
+
+
+def _tokens(folds: Mapping[str, Fold]) -> dict[tuple[str, str], str]:
+    """Of sections with tensors that each rank has of its own: a digest of all that is folded.
+
+    Where two are equal, so is what folding them gives, for bases and deltas have the same bytes.
+    """
+    found = {}
+    for part, fold in folds.items():
+        for section in fold.layout.sections:
+            if any(piece.scope for piece in section.slices):
+                found[part, section.name] = _token(fold, section)
+    return found
+
+
+def _token(fold: Fold, section: Section) -> str:
+    name = section.name
+    bare = [dataclasses.replace(piece, scope="") for piece in section.slices]
+    told: list[Any] = [section.optimizer, section.roles, bare, fold.base_step]
+    told += [
+        (role, info and info.digests)
+        for role, _ in section.roles for info in [fold.base.info(f"{name}/{role}")]
+    ]  # fmt: skip
+    told.append(fold.base_body.states.get(name))
+    for delta in fold.deltas:
+        told += [
+            (info.name, info.digests) for info in delta.reader.head.arrays
+            if info.name.split("/")[1] == name
+        ]  # fmt: skip
+        told.append([entry for entry in delta.body.sets if entry.section == name])
+        for update in delta.body.updates:
+            told += [update.optimizer, update.groups]
+            told.append([grad for grad in update.grads if grad.section == name])
+            told.append([index for other, index in update.absent if other == name])
+    return hashlib.blake2b(repr(told).encode(), digest_size=16).hexdigest()
+
+
+def adopt(
+    fetcher: Fetcher, plan: RestorePlan, need: Need, taken: Sequence[str]
+) -> tuple[dict[str, Any], frozenset[str] | None, str]:
+    """A rank's extra, or the first rank's where it was not among those that wrote the chain.
+
+    Then also what of it all had alike (else None); and in words who has what of whom.
+    """
+    ranks, name = plan.manifest.ranks, rank_name(need.rank)
+    said = [f"written by {len(ranks)} rank{'s' * (len(ranks) > 1)}, restored on {need.ranks}"]
+    if taken:
+        said.append(f"each rank had its own {', '.join(taken[:5])}: rank 0's are taken")
+    if name in plan.extras:
+        tree = read_extra(fetcher, plan.extras[name])
+        said.append("generators and loader are this rank's own")
+        return tree, None, "; ".join(said)
+    tree = read_extra(fetcher, plan.extras[ranks[0]])
+    told = [_spelled(fetcher, plan, other) for other in ranks]
+    alike = frozenset(
+        key for key in tree if all(each.get(key) == told[0].get(key) for each in told)
+    )
+    others = sorted(tree.keys() - alike - {"rng"})
+    said.append(
+        f"rank {need.rank} was not among them: its generators stay as they are"
+        + (f", and its {', '.join(others)} is what rank 0 had" if others else "")
+    )
+    return tree, alike, "; ".join(said)
+
+
+def _spelled(fetcher: Fetcher, plan: RestorePlan, rank: str) -> dict[str, str]:
+    """A rank's extra as text that two ranks have alike if the values are."""
+    found: dict[str, str] = {}
+    for ref in reversed(plan.extras[rank]):
+        reader = ArrayReader(fetcher, ref)
+        with lost_if_malformed(ref):
+            tree = decode_extra(reader.head).tree
+        for key, value in tree.items():
+            found[key] = repr(_bare(value, reader))
+    return found
+
+
+def _bare(value: Any, reader: ArrayReader) -> Any:
+    """A typed value with digests in the place of arrays."""
+    if isinstance(value, ArrayRef):
+        return value.dtype, value.shape, reader.head.array(value.array).digests
+    if isinstance(value, tuple | list):
+        return [_bare(item, reader) for item in value]
+    if isinstance(value, dict):
+        return {key: _bare(item, reader) for key, item in value.items()}
+    return value

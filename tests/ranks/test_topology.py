@@ -1,0 +1,71 @@
+"""A chain that some ranks have written goes on on others, sharded in another way."""
+
+import pytest
+
+from tests.ranks.worker import STEPS, Launcher
+
+pytestmark = pytest.mark.fault
+
+
+def known_of(attempt) -> dict[int, dict]:
+    """What all ranks together had at each step, as they told it before it was stored."""
+    rows = attempt.rows(0)
+    found = {row["made"]: row["whole"] for row in rows if "made" in row}
+    return found | {row["restored"]: row["whole"] for row in rows if "restored" in row}
+
+
+def checked(attempt, known: dict[int, dict], ranks: int) -> int:
+    """All ranks have restored one step, and all of it is what was there, bit for bit."""
+    assert attempt.every("refused") == [None] * ranks
+    (step,) = set(attempt.every("restored"))
+    for found in attempt.every("restored", "whole"):
+        assert found == known[step]
+    return step
+
+
+def relay(tmp_path, legs, **options) -> None:
+    """One run, leg after leg: each restores what the one before had when it was killed."""
+    launcher = Launcher(tmp_path, legs[0][0], legs[0][1])
+    store, known, last = tmp_path / "store", {}, 0
+    for number, (kind, ranks) in enumerate(legs):
+        attempt = launcher.start(
+            store, ranks=ranks, kind=kind, wholes=True, pause_s=0.02, **options
+        )
+        if number + 1 < len(legs):
+            attempt.until(last + 4)
+            attempt.kill(ranks - 1)
+        else:
+            assert attempt.wait() == [0] * ranks
+        if known:
+            step = checked(attempt, known, ranks)
+            assert step >= last - 2
+            before = legs[number - 1][1]
+            for text in attempt.every("restored", "certificate"):
+                said = f"written by {before} rank{'s' * (before > 1)}, restored on {ranks}"
+                assert (said in text) == ((kind, ranks) != legs[number - 1])
+        known |= known_of(attempt)
+        last = attempt.last_step()
+    assert last == STEPS
+    assert attempt.every("stored", "error") == [""] * ranks
+
+
+def test_four_shards_go_on_as_three_then_as_copies_then_as_one(tmp_path):
+    """FSDP2 with uneven and empty shards, DDP, and a process alone."""
+    relay(tmp_path, [("fsdp", 4), ("fsdp", 3), ("copies", 2), ("fsdp", 2), ("one", 1)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("redundancy", ["off", "auto"])
+@pytest.mark.parametrize(
+    "legs",
+    [
+        [("one", 1), ("fsdp", 4), ("hsdp", 4), ("fsdp", 1)],
+        [("hsdp", 4), ("copies", 4), ("fsdp", 2), ("fsdp", 8)],
+        [("fsdp", 8), ("copies", 1), ("hsdp", 4), ("one", 1)],
+        [("copies", 3), ("hsdp", 4), ("fsdp", 3), ("copies", 2)],
+    ],
+)
+def test_wide(tmp_path, legs, redundancy):
+    """All there is, one after another."""
+    given = {rank: {"redundancy": redundancy} for rank in range(8)}
+    relay(tmp_path, legs, given=given)
