@@ -47,7 +47,7 @@ def attach(
     agents: Agents | None = None,
     sigterm_grace_s: float = 0.0,
     max_deaths: int = 3,
-    redundancy: str = "off",
+    redundancy: str = "auto",
 ) -> Checkpointer:
     """Keep a checkpoint of every step of a run in the store at a URL.
 
@@ -73,21 +73,21 @@ def attach(
     With ``sigterm_grace_s`` SIGTERM, to any rank, ends the run within so many seconds: all ranks
     leave the loop at one boundary by `Stopped`, a `SystemExit` of 143, and store what they can.
     After ``max_deaths`` attempts in a row that died without getting past the newest step (0: never)
-    `restore` begins at an older one. With ``redundancy="auto"`` (not yet with agents) what ranks
-    prove to be on several of them is written by one: for training that keeps such copies equal.
-    What is not supported is refused before anything is done.
+    `restore` begins at an older one. What ranks prove to be on several of them is written by one,
+    as long as its copies stay equal (not yet with agents); ``redundancy="off"`` keeps on every rank
+    all that it has. What is not supported is refused before anything is done.
     """
     ranks = find_group() if group is None else group
 
     def checked() -> Settings:
         bind(model, optimizer, names, ranks)
-        _check(agents, lmdb_bytes, redundancy)
+        _check(agents, lmdb_bytes)
         return Settings(
             policy=policy, window=window, base_every=base_every, full_every=full_every,
             object_lag=object_lag, keep_bases=keep, start_step=start_step, resume=resume,
             strict=strict, lmdb_bytes=lmdb_bytes, bounded_every=bounded_every,
             max_drift=max_drift, k=k, sigterm_grace_s=sigterm_grace_s, max_deaths=max_deaths,
-            redundancy=redundancy,
+            redundancy="off" if agents is not None else redundancy,
         )  # fmt: skip
 
     settings = together(ranks, "arguments of attach", checked)
@@ -104,16 +104,11 @@ def _held(session: RunSession, make: Callable[[], Checkpointer]) -> Checkpointer
         raise
 
 
-def _check(agents: object, lmdb_bytes: int, redundancy: str) -> None:
+def _check(agents: object, lmdb_bytes: int) -> None:
     if not isinstance(agents, Agents | None):
         raise UsageError(f"agents={agents!r:.200}", hint="adacheck_store.Agents(...), or None")
     if agents is not None and lmdb_bytes:
         raise UsageError(
             f"lmdb_bytes={lmdb_bytes} with agents",
             hint="leave it out: an agent's LMDB may take what its disk has",
-        )
-    if agents is not None and redundancy == "auto":
-        raise UsageError(
-            "redundancy='auto' with agents: copies are not shared where there are agents yet",
-            hint="leave it out: every rank writes all that it has",
         )

@@ -157,6 +157,7 @@ class Checkpointer:
     def _capture_part(self, assembly: Assembly) -> None:
         self._assembly = assembly
         self._capture.begin(assembly.binding, assembly.stager, assembly.watch)
+        self._detection.captured_by(assembly.encoder.witness)
 
     def _share(self) -> None:
         """Look for copies on other ranks: what is found may be another's to keep from here on."""
@@ -372,6 +373,7 @@ class Checkpointer:
         if self._open:
             self._open = False
             self._capture.detach()
+            self._detection.end()
             self._session.close(self._grace.to_close())
             self._grace.end()
 

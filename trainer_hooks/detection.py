@@ -20,7 +20,7 @@ from adacheck_store.format.errors import AdaCheckError
 from adacheck_store.format.keys import part_name
 from adacheck_store.format.layout import Layout
 from adacheck_store.group import Group
-from adacheck_store.redundancy.agreement import agreed, encode_holdings
+from adacheck_store.redundancy.agreement import Told, agreed, encode_told
 from adacheck_store.redundancy.detector import Detector
 from adacheck_store.redundancy.exchange import carry
 from adacheck_store.redundancy.lead import AS_BEFORE, Lead
@@ -33,13 +33,18 @@ from adacheck_store.redundancy.sighting import (
     sight,
 )
 from adacheck_store.redundancy.states import holdings
-from adacheck_store.redundancy.witness import Place, shared_by
+from adacheck_store.redundancy.witness import Place, Witness, sets_of, shared
 
 from .layouts import Binding, Slot
 from .narrow import narrowed
 from .shards import is_replicated
+from .vigil import Vigil
+from .witness import Witnessing
 
 log = logging.getLogger(__name__)
+
+WRITER_S = 1.0
+"""Longest wait, at a look, for the writer's digests of the step before."""
 
 Follow = Callable[[Layout, int, Sharing], None]
 
@@ -56,6 +61,7 @@ class Detection:
         if group.size == 1:
             self._why_off = "one rank alone"
         self.said = self._why_off
+        self._vigil = Vigil(group, settings.stall_timeout_s)
         self.begin(settings.start_step, True)
 
     def begin(self, step: int, foldable: bool) -> None:
@@ -65,24 +71,33 @@ class Detection:
         self._detector = Detector(self._group.rank, self._group.size)
         self._lead = Lead()
         self._updates = 0
-        self._places: tuple[Place, ...] = ()
+        self._sets: dict[Place, str] = {}
+        self._anything = False
+        self._vigil.rest()
         self._agreed = -1
+        self._witnessing: Witnessing | None = None
         if not self._why_off:
             self.said = "nothing has been compared yet" if foldable else "updates are not folded"
 
     def due(self, step: int) -> bool:
         """Whether all ranks look at a boundary."""
+        if not self._on:
+            return False
+        self._vigil.reached(step)
         made = step - self._begun
-        return self._on and (self._compares(made) or self._compares(made + 1))
+        regular = self._compares(made) or self._compares(made + 1)
+        return regular or self._vigil.due(step) or self._vigil.due(step + 1)
 
     def _compares(self, made: int) -> bool:
         """Whether ranks compare after so many boundaries: 2, 4, 8 ..., then as bases come.
 
-        They look at the boundary before, too. What is only now and then made equal, as by averaging
-        every few steps or by DDP's broadcast of buffers, is not so at two boundaries in a row.
+        Where nothing is shared there is nothing to watch: then 2, 4, 8 ... for ever. They look
+        at the boundary before, too. What is only now and then made equal, as by averaging every few
+        steps or by DDP's broadcast of buffers, is not so at two boundaries in a row.
         """
         every = self._settings.base_every
-        return made > 1 and (made & (made - 1) == 0 if made < every else made % every == 0)
+        regular = self._anything and made >= every
+        return made > 1 and (made % every == 0 if regular else made & (made - 1) == 0)
 
     def look(self, step: int, updates: int, whole: Binding, follow: Follow) -> Binding | None:
         """Look at a boundary; what this rank writes from there on, None if that stays as it is.
@@ -93,11 +108,14 @@ class Detection:
         """
         rounds = self._detector.look(updates, sightings(whole, self._group.size))
         updated, self._updates = updates > self._updates, updates
-        if rounds is None or not self._compares(step - self._begun):
+        asked = self._compares(step - self._begun) or self._vigil.due(step)
+        if rounds is None or not asked:
             return None
         try:
             held = holdings(carry(rounds, self._exchange))
-            told = encode_holdings(node_name(), updated, held)
+            told = encode_told(
+                Told(node=node_name(), updated=updated, held=held, witness=self._witness(step))
+            )
             decide = partial(self._lead.decide, step)
             agreement = agreed(self._group.rank, self._group.size, told, decide)
             found = carry(agreement, self._exchange)
@@ -105,14 +123,17 @@ class Detection:
                 return None
             if found == AS_BEFORE:
                 self._agreed = step
+                self._watch()
                 return None
             sharing = decode_sharing(found)
             parts = [part_name(rank) for rank in range(self._group.size)]
-            places = shared_by(sharing.redundancy, parts, self._group.rank)
-            names = [name for _, _, name in places]
+            self._sets = sets_of(sharing.redundancy, parts, self._group.rank)
+            self._anything = bool(shared(sharing.redundancy, parts))
+            names = [name for _, _, name in self._sets]
             mine = narrowed(whole, sharing.written_by(self._group.rank), names)
             follow(mine.layout, step, sharing)
-            self._places, self._agreed = places, step
+            self._agreed = step
+            self._watch()
         except AdaCheckError as error:
             self._on = False
             self.said = f"{self.said}; copies are not compared any more: {error.message}"
@@ -124,7 +145,26 @@ class Detection:
 
     def agreed(self, step: int) -> tuple[Place, ...] | None:
         """What this rank has copies of, where all were found equal at that step; else None."""
-        return self._places if step == self._agreed else None
+        return tuple(self._sets) if step == self._agreed else None
+
+    def captured_by(self, witnessing: Witnessing) -> None:
+        """What changes shared states is witnessed there from here on."""
+        self._witnessing = witnessing
+        self._watch()
+
+    def _watch(self) -> None:
+        if self._anything and self._witnessing is not None:
+            self._vigil.begin(self._agreed, self._sets, self._witnessing)
+
+    def end(self) -> None:
+        """Nobody looks any more."""
+        self._vigil.end()
+
+    def _witness(self, step: int) -> Witness | None:
+        """What this rank tells of the step before, once its writer has come so far."""
+        if self._witnessing is None:
+            return None
+        return self._witnessing.awaited(step - 1, WRITER_S)
 
     def _exchange(self, messages: list[bytes]) -> Sequence[bytes]:
         return self._group.exchange(messages, self._settings.stall_timeout_s)

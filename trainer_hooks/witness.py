@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +16,7 @@ import xxhash
 
 from adacheck_store.arrays import byte_view
 from adacheck_store.format import canonical
-from adacheck_store.redundancy.witness import Place, Witness
+from adacheck_store.redundancy.witness import DIGEST_BYTES, Place, Witness
 
 from .held import typed_groups
 from .layouts import Binding
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 ABSENT = b"no gradient"
 STATE_EDITED = "the optimizer's state was changed between its steps"
 
+REMEMBERED = 64
+"""Steps of which what was told is remembered."""
+
 
 class Witnessing:
     """A digest of each shared state, that of the one before and of what has changed it since.
@@ -36,13 +40,14 @@ class Witnessing:
     """
 
     def __init__(self, binding: Binding) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         self._trained = {slot.item.name: n for n, slot in enumerate(binding.captured)}
         self._group = [slot.piece.group for slot in binding.captured]
         self._names: tuple[str, ...] = ()
         self._chain: dict[str, bytes] = {}
         self._since = self._step = -1
         self._trouble = ""
+        self._told: dict[int, Witness] = {}
 
     def begin(self, step: int, places: Sequence[Place]) -> None:
         """At this step all copies of these states are equal."""
@@ -52,6 +57,9 @@ class Witnessing:
             self._names = tuple(name for _, _, name in places)
             self._chain = dict.fromkeys(self._names, b"")
             self._since = self._step = step
+            self._trouble = ""
+            self._told.clear()
+            self._remember()
 
     def state_edited(self) -> None:
         """Optimizers' state was changed, and not by their steps: no digest tells of that."""
@@ -83,6 +91,15 @@ class Witnessing:
                 told = b"".join(item.role.encode() + _digest(item.data) for item in items)
                 before = self._chain[name] if name in self._trained else b""
                 self._chain[name] = xxhash.xxh3_128_digest(before + told)
+            self._remember()
+
+    def _remember(self) -> None:
+        none = bytes(DIGEST_BYTES)
+        digests = b"".join(self._chain[name] or none for name in self._names)
+        self._told[self._step] = Witness(since=self._since, digests=digests, trouble=self._trouble)
+        if len(self._told) > REMEMBERED:
+            del self._told[min(self._told)]
+        self._lock.notify_all()
 
     def _take_in(self, update: CapturedUpdate) -> None:
         groups = [canonical.dumps(canonical.to_json(g)) for g in typed_groups(update.groups)]
@@ -102,10 +119,21 @@ class Witnessing:
         with self._lock:
             if not self._names:
                 return None
-            none = bytes(xxhash.xxh3_128().digest_size)
-            digests = b"".join(self._chain[name] or none for name in self._names)
-            since = self._since if step == self._step else -1
-            return Witness(since=since, digests=digests, trouble=self._trouble)
+            unknown = Witness(since=-1, digests=bytes(DIGEST_BYTES * len(self._names)))
+            return self._told.get(step, unknown)
+
+    def awaited(self, step: int, timeout_s: float) -> Witness | None:
+        """What is told of a step, once it is taken in; with what troubles this rank by now."""
+        with self._lock:
+            if self._names:
+                self._lock.wait_for(lambda: self._step >= step, timeout=timeout_s)
+            found = self._told.get(step)
+            return found and replace(found, trouble=self._trouble)
+
+    def lately(self) -> dict[int, Witness]:
+        """What was told of the last steps."""
+        with self._lock:
+            return dict(self._told)
 
 
 def _digest(tensor: torch.Tensor) -> bytes:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from adacheck_store.format import canonical, strict
@@ -11,6 +12,7 @@ from adacheck_store.format.errors import AdaCheckError, GroupError
 from .exchange import Ranks, Rounds
 from .sighting import Piece
 from .states import Holding, Side
+from .witness import Witness
 
 
 def agreed(
@@ -36,11 +38,20 @@ def agreed(
     return bytes(said[0][1:])
 
 
-def encode_holdings(node: str, updated: bool, held: Iterable[Holding]) -> bytes:
-    """What a rank holds, its node, and whether it has made an update between its two looks.
-
-    As JSON, in which each set of ranks stands once.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """What a rank tells of itself: its node, whether it has made an update between its two looks,
+    what it holds, and its witness of a step lately (None: it has none).
     """
+
+    node: str
+    updated: bool
+    held: tuple[Holding, ...]
+    witness: Witness | None = None
+
+
+def encode_told(told: Told) -> bytes:
+    """As JSON, in which each set of ranks stands once."""
     sets: dict[Ranks, int] = {}
 
     def side(found: Side | None) -> Any:
@@ -50,16 +61,19 @@ def encode_holdings(node: str, updated: bool, held: Iterable[Holding]) -> bytes:
         piece = found.piece
         return [piece.boxes, piece.flat, at, found.nbytes, found.changes, found.why]
 
-    rows = [[h.scope, h.name, h.shape, side(h.param), side(h.optimizer)] for h in held]
+    rows = [[h.scope, h.name, h.shape, side(h.param), side(h.optimizer)] for h in told.held]
+    said = told.witness
+    witness = said and [said.since, said.digests.hex(), said.trouble]
     return canonical.dumps(
-        {"node": node, "updated": updated, "held": rows, "sets": [sorted(each) for each in sets]}
-    )
+        {"node": told.node, "updated": told.updated, "held": rows, "witness": witness,
+         "sets": [sorted(each) for each in sets]}
+    )  # fmt: skip
 
 
-def decode_holdings(data: bytes, rank: int) -> tuple[str, bool, tuple[Holding, ...]]:
-    """Inverse of `encode_holdings`; raises `GroupError` that names the rank."""
+def decode_told(data: bytes, rank: int) -> Told:
+    """Inverse of `encode_told`; raises `GroupError` that names the rank."""
     try:
-        said = strict.fields(canonical.loads(data), "node", "updated", "sets", "held")
+        said = strict.fields(canonical.loads(data), "node", "updated", "sets", "held", "witness")
         sets = [
             frozenset(strict.count(one) for one in strict.items(ranks))
             for ranks in strict.items(said["sets"])
@@ -88,12 +102,23 @@ def decode_holdings(data: bytes, rank: int) -> tuple[str, bool, tuple[Holding, .
                     param=side(param), optimizer=side(optimizer),
                 )
             )  # fmt: skip
-        return strict.text(said["node"]), bool(said["updated"]), tuple(held)
+        return Told(
+            node=strict.text(said["node"]), updated=bool(said["updated"]), held=tuple(held),
+            witness=None if said["witness"] is None else _witness(said["witness"]),
+        )  # fmt: skip
     except (AdaCheckError, ValueError, TypeError, IndexError) as error:
         raise GroupError(
             f"what rank {rank} says it holds cannot be read: {error}"[:400],
             hint="run the same version of adacheck-store on all ranks",
         ) from error
+
+
+def _witness(value: Any) -> Witness:
+    since, digests, trouble = strict.items(value, 3)
+    return Witness(
+        since=int(since), digests=bytes.fromhex(strict.text(digests, empty=True)),
+        trouble=strict.text(trouble, empty=True),
+    )  # fmt: skip
 
 
 def _pair(value: Any) -> tuple[int, int]:

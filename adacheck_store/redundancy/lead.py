@@ -4,18 +4,26 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
+from adacheck_store.format.keys import part_name
 from adacheck_store.placement import Node
 
-from .agreement import decode_holdings
+from . import witness
+from .agreement import decode_told
 from .assign import Topology
+from .exchange import Ranks
 from .shares import Sharing, StateKey, owners_of, shares
 from .sighting import MAIN_ROLES, Piece
 from .states import Holding, Side, State, states
 from .watch import Divergence, Spot, Watch
+from .witness import Verdict, Witness
 
 AS_BEFORE = b"="
 """Instead of an assignment: all copies were compared, and all is as it was agreed before."""
+
+
+LONE = "a rank cannot tell how it was changed"
 
 
 class Lead:
@@ -26,6 +34,7 @@ class Lead:
         self._states: tuple[State, ...] = ()
         self._owners: Mapping[StateKey, int] = {}
         self._agreed = -1
+        self._apart = Apart()
 
     def decide(self, step: int, heard: Sequence[bytes]) -> bytes:
         """The assignment that follows from what all ranks hold, or `AS_BEFORE`.
@@ -33,24 +42,92 @@ class Lead:
         Empty where a rank has made no update: equal tensors that stood still prove nothing.
         Raises `GroupError` where ranks do not agree on who holds what.
         """
-        told = [decode_holdings(data, rank) for rank, data in enumerate(heard)]
-        if not all(updated for _, updated, _ in told):
+        told = [decode_told(data, rank) for rank, data in enumerate(heard)]
+        verdict = self._hear(step, [each.witness for each in told])
+        if not all(each.updated for each in told):
             return b""
-        held = {rank: each for rank, (_, _, each) in enumerate(told)}
+        held = {rank: each.held for rank, each in enumerate(told)}
+        known = {each.place[2] for each in verdict.partings}
+        before = [state for state in self._states if state.name not in known]
         where = Topology(
-            nodes=[Node(name=name) for name in sorted({node for node, _, _ in told})],
-            ranks={rank: node for rank, (node, _, _) in enumerate(told)},
+            nodes=[Node(name=name) for name in sorted({each.node for each in told})],
+            ranks={rank: each.node for rank, each in enumerate(told)},
         )
-        apart = compare(self._states, held, step=step, agreed=self._agreed)
-        self._states = tuple(_told(states(held), apart))
+        apart = compare(before, held, step=step, agreed=self._agreed)
+        within = {rank: self._apart.within(rank, each) for rank, each in held.items()}
+        self._states = tuple(_told(states(within), apart))
         found = shares(self._states, where, owners=self._owners)
         self._owners = owners_of(found)
-        sharing = Sharing.of(found, self._agreed if apart else step, tuple(map(str, apart)))
+        words = (*_words(step, verdict), *map(str, apart))
+        sharing = Sharing.of(found, self._agreed if apart else step, words)
         self._agreed = step
         if self._before is not None and sharing.alike(self._before):
             return AS_BEFORE
         self._before = sharing
         return sharing.encode()
+
+    def _hear(self, step: int, said: Sequence[Witness | None]) -> Verdict:
+        """Take in what all ranks tell of the step before."""
+        if self._before is None or any(
+            each and each.since not in (-1, self._agreed) for each in said
+        ):
+            return Verdict()
+        parts = [part_name(rank) for rank in range(len(said))]
+        verdict = witness.compare(self._before.redundancy, parts, dict(enumerate(said)))
+        self._apart.add(step, verdict)
+        return verdict
+
+
+def _words(step: int, verdict: Verdict) -> list[str]:
+    """What is new in a verdict."""
+    troubles = [f"rank {rank}: {text}" for rank, text in sorted(verdict.troubles.items())]
+    return [f"step {step}: {verdict}", *troubles] if verdict.partings else troubles
+
+
+class Apart:
+    """What is no copy whatever its bytes are now: ranks have changed it in different ways.
+
+    Else it would be taken for one again at each look, and be apart at the step after.
+    """
+
+    def __init__(self) -> None:
+        self._sides: dict[tuple[int, str], Ranks] = {}
+        self._lone: set[int] = set()
+        self._since: dict[str, int] = {}
+
+    def add(self, step: int, verdict: Verdict) -> None:
+        """At a step this was found."""
+        self._lone.update(verdict.troubles)
+        for each in verdict.partings:
+            name = each.place[2]
+            self._since.setdefault(name, step)
+            for side in each.sides:
+                for rank in side:
+                    self._sides[rank, name] = side & self._sides.get((rank, name), side)
+
+    def within(self, rank: int, held: Sequence[Holding]) -> tuple[Holding, ...]:
+        """What a rank holds, without those copies."""
+        return tuple(self._cut(rank, each) for each in held)
+
+    def _cut(self, rank: int, held: Holding) -> Holding:
+        side = self._sides.get((rank, held.name))
+        if side is None and not self._lone:
+            return held
+        why = ""
+        if side is not None:
+            why = f"was updated otherwise than its copies, seen at step {self._since[held.name]}"
+
+        def cut(one: Side | None) -> Side | None:
+            if one is None:
+                return None
+            copies = one.copies - self._lone if side is None else one.copies & side - self._lone
+            copies |= {rank}
+            if rank in self._lone:
+                copies = frozenset((rank,))
+            same = copies == one.copies and side is None
+            return one if same else replace(one, copies=copies, why=one.why or why or LONE)
+
+        return replace(held, param=cut(held.param), optimizer=cut(held.optimizer))
 
 
 def compare(

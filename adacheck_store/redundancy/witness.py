@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from adacheck_store.format.rank_sets import ranks_of
+from adacheck_store.format.rank_sets import ranks_of, runs_of
 from adacheck_store.format.redundancy import Ground, Redundancy
 
 from .exchange import Ranks
@@ -92,12 +92,20 @@ def ranks_holding(found: Redundancy, ground: Ground) -> Ranks:
     return frozenset.intersection(*(frozenset(ranks_of(runs)) for runs in sides))
 
 
+def sets_of(found: Redundancy, parts: Sequence[str], rank: int) -> dict[Place, str]:
+    """The states that a rank and others hold, each with a name for the ranks that hold it."""
+    return {
+        place: ".".join(map(str, runs_of(ranks)))
+        for place, ranks in shared(found, parts).items() if rank in ranks
+    }  # fmt: skip
+
+
 def shared_by(found: Redundancy, parts: Sequence[str], rank: int) -> tuple[Place, ...]:
     """The states that a rank and others hold; ``parts`` are the names of the manifest's."""
-    return tuple(place for place, ranks in _shared(found, parts).items() if rank in ranks)
+    return tuple(sets_of(found, parts, rank))
 
 
-def _shared(found: Redundancy, parts: Sequence[str]) -> dict[Place, Ranks]:
+def shared(found: Redundancy, parts: Sequence[str]) -> dict[Place, Ranks]:
     """Every state that several ranks hold, with those, in order."""
     held = [ranks_holding(found, ground) for ground in found.grounds]
     return {
@@ -109,13 +117,13 @@ def _shared(found: Redundancy, parts: Sequence[str]) -> dict[Place, Ranks]:
 
 def compare(found: Redundancy, parts: Sequence[str], said: Mapping[int, Witness | None]) -> Verdict:
     """What the witnesses of all ranks say, of one step; None is a rank that left none."""
-    shared = _shared(found, parts)
+    copies = shared(found, parts)
     by_rank: dict[int, list[Place]] = defaultdict(list)
-    for place, ranks in shared.items():
+    for place, ranks in copies.items():
         for rank in ranks:
             by_rank[rank].append(place)
     since = max((each.since for each in said.values() if each is not None), default=-1)
-    digests: dict[Place, dict[bytes, set[int]]] = {place: defaultdict(set) for place in shared}
+    digests: dict[Place, dict[bytes, set[int]]] = {place: defaultdict(set) for place in copies}
     unknowing = set()
     for rank, places in by_rank.items():
         told = said.get(rank)

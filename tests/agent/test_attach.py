@@ -20,7 +20,6 @@ from tests.ranks.worker import Launcher
      ({"agents": ada.Agents(drain_rate=True)}, "drain_rate=True for an agent -> a number"),
      ({"agents": ada.Agents(), "k": -1}, "k=-1 -> an integer of at least 0"),
      ({"agents": ada.Agents(), "lmdb_bytes": 1 << 30}, "lmdb_bytes=1073741824 with agents"),
-     ({"agents": ada.Agents(), "redundancy": "auto"}, "redundancy='auto' with agents"),
      ({"agents": ada.Agents(), "store": "memory://"}, "an agent is another"),
      ({"agents": ada.Agents(listen="here")}, "--listen 'here': not an address")],
 )  # fmt: skip

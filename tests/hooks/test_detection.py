@@ -74,6 +74,9 @@ def test_ranks_look_in_pairs_and_then_where_bases_are_due():
     """At the boundary before, too; a change of the model begins anew."""
     detection = Detection(Two(), Settings(base_every=20, redundancy="auto"))
     looked = [step for step in range(1, 70) if detection.due(step)]
+    assert looked == [1, 2, 3, 4, 7, 8, 15, 16, 31, 32, 63, 64]
+    detection._anything = True
+    looked = [step for step in range(1, 70) if detection.due(step)]
     assert looked == [1, 2, 3, 4, 7, 8, 15, 16, 19, 20, 39, 40, 59, 60]
     detection.begin(30, True)
     assert [step for step in range(1, 40) if detection.due(step)] == [31, 32, 33, 34, 37, 38]

@@ -271,6 +271,36 @@ def test_copies_that_part_before_the_next_look(tmp_path):
     assert second.every("final", "digest") == [known[STEPS][0] for known in reference]
 
 
+def watch_closely(rank: int) -> None:
+    """Ranks look at what the others say fifty times a second."""
+    from adacheck_store.trainer_hooks import vigil
+
+    vigil.POLL_S = 0.02
+
+
+def test_copies_that_part_are_found_between_looks(tmp_path):
+    """The ranks look at once, and each keeps its own from there on; that is what is restored."""
+    launcher = Launcher(tmp_path, "local", 2)
+    reference = launcher.reference()
+    store = tmp_path / "store"
+    given = {rank: {"keep": 100, "base_every": 12} for rank in range(2)}
+    first = launcher.start(store, pause_s=0.2, given=given, before_attach=watch_closely)
+    first.until(STEPS - 1)
+    first.kill(1)
+    check_against(reference, first)
+    _, before, after = revisions(store)
+    assert before.step == FOUND_AT
+    assert APART_AT < after.step < STEPS - 1
+    told = summary(after)
+    ((why, names),) = told["unproven"].items()
+    assert "updated otherwise than its copies" in why
+    assert {"0.weight", "5.bias"} <= set(names)
+    second = launcher.start(store, inspect=True)
+    assert second.wait() == [0, 0]
+    check_against(reference, second)
+    assert min(second.every("restored")) >= after.step
+
+
 @pytest.mark.parametrize(
     ("kind", "ranks", "shared"),
     [("hsdp", 4, "12 of 12"), ("tp", 2, "5 of 11")],

@@ -347,7 +347,6 @@ def _train(out: str, rank: int, ranks: int, port: int, prefix: str, kind: str, o
             "resume": options.get("resume", "auto"),
         }  # fmt: skip
         given |= options.get("given", {}).get(rank, {})
-        given.setdefault("redundancy", "off" if given.get("agents") else "auto")
         exchanged = options.get("before_attach", _nothing)(rank)
         try:
             ckpt = attach(model, optimizer, **given)

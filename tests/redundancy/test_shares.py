@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from adacheck_store.format.errors import GroupError
 from adacheck_store.format.manifest import Manifest, PartEntry, decode_manifest
-from adacheck_store.redundancy.agreement import agreed, decode_holdings, encode_holdings
+from adacheck_store.redundancy.agreement import Told, agreed, decode_told, encode_told
 from adacheck_store.redundancy.assign import Assignment
 from adacheck_store.redundancy.lead import AS_BEFORE, Lead
 from adacheck_store.redundancy.shares import (
@@ -188,17 +188,17 @@ def test_a_sharing_comes_back() -> None:
 def test_holdings_come_back() -> None:
     """Boxes, flat ranges, empty sides, reasons."""
     mine = [held("a", (WHOLE, {0}), None, "never"), held("b", None, (shard(1, 4), {0, 3}))]
-    told = encode_holdings("n0", True, mine)
-    assert decode_holdings(told, 0) == ("n0", True, tuple(mine))
+    told = encode_told(Told(node="n0", updated=True, held=tuple(mine)))
+    assert decode_told(told, 0) == Told(node="n0", updated=True, held=tuple(mine))
     with pytest.raises(GroupError, match="rank 4"):
-        decode_holdings(told[:-2], 4)
+        decode_told(told[:-2], 4)
 
 
 def decided(leads: Lead, run: Run, step: int, idle: Sequence[int] = ()) -> list[object]:
     """What all ranks are told."""
     rounds = [
         agreed(
-            rank, len(run), encode_holdings("n", rank not in idle, mine),
+            rank, len(run), encode_told(Told(node="n", updated=rank not in idle, held=tuple(mine))),
             lambda heard: leads.decide(step, heard),
         )
         for rank, mine in run.items()
@@ -242,7 +242,12 @@ def test_ranks_that_disagree_are_refused_everywhere() -> None:
     run = ddp(3)
     run[1] = run[2] = []
     rounds = [
-        agreed(rank, 3, encode_holdings("n", True, mine), lambda heard: Lead().decide(2, heard))
+        agreed(
+            rank,
+            3,
+            encode_told(Told(node="n", updated=True, held=tuple(mine))),
+            lambda heard: Lead().decide(2, heard),
+        )
         for rank, mine in run.items()
     ]
     with pytest.raises(GroupError, match="1 ranks say that it is on 3"):
