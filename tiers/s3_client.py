@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from datetime import datetime
 from functools import cache
 from typing import Any, TypeVar
 
@@ -136,11 +137,23 @@ def make_client(place: S3Place) -> Any:
     )
     core = botocore.session.get_session()
     core.register_component("data_loader", _loader())
+    core.get_component("response_parser_factory").set_parser_defaults(timestamp_parser=_moment)
     session = boto3.session.Session(botocore_session=core, profile_name=place.profile or None)
     return session.client(
         "s3", endpoint_url=place.endpoint or None, region_name=place.region or None,
         verify=place.ca or None, config=config,
     )  # fmt: skip
+
+
+def _moment(value: Any) -> datetime:
+    """A time in a reply: listings have one a name, and boto3's own parser takes most of a page."""
+    try:
+        return datetime.fromisoformat(value)
+    except (TypeError, ValueError):
+        from botocore.utils import parse_timestamp
+
+        found: datetime = parse_timestamp(value)
+        return found
 
 
 @cache
