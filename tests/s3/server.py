@@ -15,7 +15,9 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
+from datetime import UTC, datetime, timedelta
 from functools import cache
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -23,13 +25,19 @@ from urllib.parse import quote
 import boto3
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
 
 BUCKET = "ckpt"
 ENDPOINT = "ADACHECK_TEST_S3"
 OWNER = ("ciaccess", "cisecretcisecret")
 READER = ("roaccess", "rosecretrosecret")
+DOMAIN = "s3.test"
+"""The server's own name: buckets are hosts below it, in virtual style."""
 _LISTENERS = ("-s3.port", "-master.port", "-volume.port", "-filer.port")
-_SIDE_DOORS = ("-admin.port", "-s3.port.iceberg", "-s3.port.lance")
+_SIDE_DOORS = ("-s3.port.https", "-admin.port", "-s3.port.iceberg", "-s3.port.lance")
 
 
 class Server:
@@ -38,6 +46,8 @@ class Server:
     def __init__(self, ports: list[int]) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="adacheck-weed-"))
         self.endpoint = f"http://127.0.0.1:{ports[0]}"
+        self.https = f"https://127.0.0.1:{ports[len(_LISTENERS)]}"
+        self.ca = certify(self.folder)
         identities = [
             {"name": name, "credentials": [{"accessKey": key, "secretKey": secret}],
              "actions": actions}
@@ -58,6 +68,8 @@ class Server:
             str(Path(sys.executable).with_name("weed")), "-logtostderr=true", "mini",
             f"-dir={data}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-webdav=false",
             "-admin.ui=false", "-master.telemetry=false", f"-s3.config={config}", *options, *grpc,
+            f"-s3.cert.file={self.folder / 'cert.pem'}", f"-s3.key.file={self.folder / 'key.pem'}",
+            f"-s3.domainName={DOMAIN}",
         ]  # fmt: skip
         self.log = self.folder / "log"
         with self.log.open("wb") as log:
@@ -116,6 +128,30 @@ class Server:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(30)
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def certify(folder: Path) -> Path:
+    """A key and a certificate that speaks for itself, for 127.0.0.1 and all of the domain."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, DOMAIN)])
+    now = datetime.now(UTC)
+    names = x509.SubjectAlternativeName(
+        [x509.DNSName(DOMAIN), x509.DNSName(f"*.{DOMAIN}"),
+         x509.IPAddress(ip_address("127.0.0.1"))]
+    )  # fmt: skip
+    certificate = (
+        x509.CertificateBuilder().subject_name(name).issuer_name(name)
+        .public_key(key.public_key()).serial_number(x509.random_serial_number())
+        .not_valid_before(now - timedelta(hours=1)).not_valid_after(now + timedelta(days=1))
+        .add_extension(names, critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .sign(key, hashes.SHA256())
+    )  # fmt: skip
+    form = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    (folder / "key.pem").write_bytes(key.private_bytes(serialization.Encoding.PEM, *form))
+    file = folder / "cert.pem"
+    file.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    return file
 
 
 def free_ports(count: int) -> list[int]:
