@@ -102,7 +102,8 @@ class Encoder:
         found = []
         for number, (spec, groups) in enumerate(zip(self.binding.specs, used, strict=True)):
             slots = [s for s in self.binding.captured if s.section.optimizer == number]
-            dtypes = sorted({slot.section.roles[0][1] for slot in slots})
+            folded = [s for s in self.binding.trained if s.section.optimizer == number]
+            dtypes = sorted({slot.section.roles[0][1] for slot in folded})  # as the part's layout
             device = next((s.item.tensor.device for s in slots if remote(s.item.tensor)), "cpu")
             if not spec.foldable:
                 found.append("")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-PARALLEL = ("zero", "moe", "stages")
+PARALLEL = ("zero", "moe", "stages", "mixed")
 """Kinds that are built here."""
 
 
@@ -13,22 +13,25 @@ def build_parallel(kind: str, rank: int, ranks: int, width: int):
     rank, from where all others get it.
     ``moe``: an expert on each rank, tokens sent to them and back; the attention is on all ranks,
     and stepped by ``ZeroRedundancyOptimizer``. ``stages``: two stages of a pipeline, each of
-    layers that it numbers from 0, on four ranks each stage twice.
+    layers that it numbers from 0, on four ranks each stage twice. ``mixed``: as an automatic
+    planner might have it, each operator in its own way: copied, cut by columns or rows, copied in
+    bf16, stepped on one rank and sent to the others, of each rank alone.
     """
     model = bare(kind, rank, ranks, width)
-    return {"zero": _zero, "moe": _sent, "stages": _piped}[kind](model, rank, ranks)
+    made = {"zero": _zero, "moe": _sent, "stages": _piped, "mixed": _planned}
+    return made[kind](model, rank, ranks)
 
 
 def bare(kind: str, rank: int, ranks: int, width: int = 37):
     """The model of a rank, without what needs the other ranks."""
-    if kind == "moe":
-        return _mixture(rank, ranks, width)
+    if kind in ("moe", "mixed"):
+        return (_mixture if kind == "moe" else _operators)(rank, ranks, width)
     return _stage(rank >= ranks // 2, width) if kind == "stages" else _mlp(width)
 
 
 def data_of(kind: str, rank: int, ranks: int) -> int:
     """Which batches a rank sees; ranks of one number see the same."""
-    if kind.startswith("tp"):
+    if kind.startswith("tp") or kind == "mixed":
         return 0
     return rank % (ranks // 2) if kind == "stages" else rank
 
@@ -187,4 +190,61 @@ def _piped(model, rank: int, ranks: int):
     optimizer = torch.optim.AdamW(
         [p for p in model.parameters() if p.requires_grad], lr=1e-2, fused=True
     )
+    return model, optimizer
+
+
+def _operators(rank: int, ranks: int, width: int):
+    import torch
+    from torch import nn
+
+    class Operators(nn.Module):
+        """One operator of each kind; ``own`` has a gradient and no influence on the others."""
+
+        clipped = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.copied = nn.Linear(9, width)
+            self.columns = nn.Linear(width, 13)
+            self.rows = nn.Linear(13, width)
+            self.narrow = nn.Linear(width, 5, dtype=torch.bfloat16)
+            self.sent = nn.Linear(5, 1)
+            torch.manual_seed(41 + rank)
+            self.own = nn.Linear(9, 1)
+
+        def forward(self, batch):
+            found = torch.nn.functional.gelu(self.copied(batch))
+            found = found + self.rows(torch.nn.functional.gelu(self.columns(found)))
+            own = self.own(batch)
+            return self.sent(self.narrow(found.bfloat16()).float()) + (own - own.detach())
+
+    return Operators()
+
+
+def _planned(model, rank: int, ranks: int):
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("copies", "cut"))
+    plan = {
+        "columns": ColwiseParallel(output_layouts=Replicate()),
+        "rows": RowwiseParallel(input_layouts=Replicate()),
+    }
+    parallelize_module(model, mesh["cut"], plan)
+    sent = list(model.sent.parameters())
+    mine = [p for p in model.parameters() if rank == 0 or all(p is not each for each in sent)]
+    optimizer = torch.optim.AdamW(mine, lr=1e-2, foreach=False)
+
+    def send(*args) -> None:
+        for param in sent:
+            dist.broadcast(param.data, 0)
+
+    optimizer.register_step_post_hook(send)
     return model, optimizer

@@ -11,8 +11,8 @@ from adacheck_store.placement import Node
 from adacheck_store.redundancy.assign import Topology
 from adacheck_store.redundancy.costs import exchange_bytes
 from adacheck_store.redundancy.shares import shares
-from adacheck_store.redundancy.sighting import Piece
-from adacheck_store.redundancy.states import Holding, Side, states
+from adacheck_store.redundancy.sighting import Box, Piece
+from adacheck_store.redundancy.states import Holding, Side, kept_bytes, states
 from adacheck_store.store import open_store
 from adacheck_store.tools.restore import restore
 from tests.ranks.parallel import bare
@@ -45,12 +45,15 @@ def killed_and_restored(tmp_path, kind: str, ranks: int, **options):
     return second, store
 
 
-def held(name: str, tensor: Any, rank: int, param: Ranks, optimizer: Ranks) -> Holding:
-    """What a rank has of a whole tensor in fp32, by which ranks have the parameter and moments."""
-    piece = Piece((whole_box(tuple(tensor.shape)),))
+def held(
+    name: str, tensor: Any, rank: int, param: Ranks, optimizer: Ranks, box: Box | None = None
+) -> Holding:
+    """What a rank has of a tensor or of a box of it, and who has the parameter, and moments."""
+    piece = Piece((box or whole_box(tuple(tensor.shape)),))
     sides = [
         Side(
-            piece=piece, copies=on, nbytes=count * tensor.numel() * 4, changes=tensor.requires_grad
+            piece=piece, copies=on, nbytes=count * piece.elements * tensor.element_size(),
+            changes=tensor.requires_grad,
         )
         if rank in on else None
         for on, count in ((frozenset(param), 1), (frozenset(optimizer), 2))
@@ -60,18 +63,21 @@ def held(name: str, tensor: Any, rank: int, param: Ranks, optimizer: Ranks) -> H
     )
 
 
-def check_bytes(attempt, store, run: dict[int, list[Holding]], *, sets: int = 0) -> None:
+def check_bytes(
+    attempt, store, run: dict[int, list[Holding]], *, sets: int = 0, half: str = "-"
+) -> None:
     """A step keeps, and the ranks have sent each other, what the pure rules say of the strategy.
 
     ``run`` is what each rank holds. Besides sets of all ranks and of one, ranks have been told
-    ``sets``, of neighbours.
+    ``sets``, of neighbours. Tensors whose names begin with ``half`` have gradients of two bytes.
     """
     topology = Topology(nodes=[Node(name="n")], ranks=dict.fromkeys(run, "n"))
-    parts = shares(states(run), topology).parts
     sizes = kept(store, STEPS)
-    assert [sum(sizes[part.name].values()) for part in parts] == [
-        part.step_bytes(gradient_bytes=4) for part in parts
-    ]
+    for part in shares(states(run), topology).parts:
+        assert sizes[part.name] == {
+            state.name: kept_bytes(state, keep, 2 if state.name.startswith(half) else 4)
+            for state, keep in zip(part.states, part.kept, strict=True) if state.changes
+        }  # fmt: skip
     tokens = sum(
         (each.param is not None) + 2 * (each.optimizer is not None)
         for mine in run.values() for each in mine
@@ -196,3 +202,35 @@ def test_tensor_parallelism_sharded_again(tmp_path, ranks):
     assert {scope for name, each in scopes(store).items() if name[0] != "4" for scope in each} == {
         ""
     }
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_plan_that_treats_each_operator_in_its_own_way(tmp_path, ranks):
+    """Copies, cuts, halves, what one rank steps and sends, what each has alone: each found out."""
+    attempt, store = killed_and_restored(tmp_path, "mixed", ranks)
+    every = range(ranks)
+    run = {rank: _of_a_plan(rank, ranks) for rank in every}
+    check_bytes(attempt, store, run, sets=0 if ranks == 2 else ranks, half="narrow")
+    own = [f"r{rank:06d}" for rank in every]
+    assert {name for name, each in scopes(store).items() if each == own} == {
+        "own.weight", "own.bias"
+    }  # fmt: skip
+    for text in attempt.every("restored", "certificate"):
+        assert "exact" in text, "folded by another arithmetic than that of the part's own dtypes"
+
+
+def _of_a_plan(rank: int, ranks: int) -> list[Holding]:
+    """What a rank has of the operators of ``mixed``; their cuts are on every other rank."""
+    every, column = range(ranks), range(rank % 2, ranks, 2)
+    found = []
+    for name, p in bare("mixed", rank, ranks).named_parameters():
+        operator = name.split(".")[0]
+        box = None
+        if operator == "columns" or name == "rows.weight":
+            low, high = [(0, 7), (7, 13)][rank % 2]
+            whole = whole_box(tuple(p.shape))
+            box = (*whole[:1], (low, high)) if operator == "rows" else ((low, high), *whole[1:])
+        param = [rank] if operator == "own" else column if box else every
+        optimizer = [0] if operator == "sent" else column if box else every
+        found.append(held(name, p, rank, param, optimizer, box))
+    return found

@@ -68,7 +68,8 @@ def kept(store: Path, step: int) -> dict[str, dict[str, int]]:
             sizes = {}
             for grad in (grad for update in body.updates for grad in update.grads):
                 piece = layout.section(grad.section).slices[grad.slice]
-                sizes[piece.name] = piece.elements * (4 if grad.encoding == "raw" else 2)
+                whole = item_bytes(layout.section(grad.section).roles[0][1])
+                sizes[piece.name] = piece.elements * (whole if grad.encoding == "raw" else 2)
             for item in body.sets:
                 section = layout.section(item.section)
                 piece = section.slices[item.slice]
