@@ -281,8 +281,8 @@ class RunSession:
             stall_timeout_s=self.settings.stall_timeout_s, on_stored=self._stored, layout=layout,
             revise=revisions.revise, documents=revisions.documents,
         )  # fmt: skip
-        ask = partial(self._mistrust, writer)
-        upkeep: Background = self._crew.upkeep(str(self._term), ask) if self._crew else Upkeep(
+        ask, crew = partial(self._mistrust, writer), self._crew
+        upkeep: Background = crew.upkeep(opened.manifest, ask) if crew else Upkeep(
             self.store, run=self.run, term=self._term, group=self.group, layouts=self._layouts,
             settings=self.settings, tail=opened.tail, backlog=opened.backlog, ask_for_base=ask,
         )  # fmt: skip

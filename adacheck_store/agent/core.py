@@ -19,6 +19,7 @@ from .acks import Acks
 from .budget import Budget, memory_for
 from .drains import Drains
 from .events import Command, Event
+from .far import Far
 from .leases import Lease
 from .outbox import next_call
 from .replica import FAR, LMDB, RAM, PartReplica, Replica
@@ -67,6 +68,8 @@ class AgentCore:
         self.drains = Drains(
             settings.places, settings.base_every, settings.object_lag, settings.object_lag_s
         )
+        self.far = Far()
+        self._surveying = ""
         self._offers: list[tuple[float, ev.Offered]] = []
         self._taken: dict[str, Mapping[str, tuple[int, int]]] = {}
         self._folding = ""
@@ -82,8 +85,8 @@ class AgentCore:
             ev.Opened: self._opened, ev.Offered: self._offered, ev.Stored: self._stored,
             ev.Failed: self._failed, ev.Sync: self._sync, ev.Closed: self._closed,
             ev.Called: self._called, ev.Heard: self._heard, ev.Missed: self._missed,
-            ev.Drained: self._drained, ev.Lost: self._lost, ev.Asked: self._asked,
-            ev.Tick: self._tick,
+            ev.Drained: self._drained, ev.Lost: self._lost, ev.Surveyed: self._surveyed,
+            ev.Asked: self._asked, ev.Tick: self._tick,
         }  # fmt: skip
 
     def adapt(self, settings: AgentSettings) -> None:
@@ -106,8 +109,10 @@ class AgentCore:
         for peer in view.peers.values():
             if not peer.busy and (call := next_call(view, peer, now)) is not None:
                 out.append(call)
+        if not self.far.known:
+            out += self._survey()
         if not self.drains.idle:
-            out += self.drains.due(now)
+            out += self.drains.due(now, self.far.known)
         return out
 
     # Terms -----------------------------------------------------------------------------------
@@ -132,6 +137,7 @@ class AgentCore:
         self.view.open(event, now)
         self.lease.opened(event.term)
         self._pruned = -1
+        self.far.open(self.view)
         for replica in self.view.replicas.values():
             if self.view.owns(replica.name):
                 for key, ref in replica.refs.items():
@@ -208,6 +214,7 @@ class AgentCore:
             if self.view.owns(ref.part):
                 self.drains.note(ref, replica.places[ref.key], now)
             if ref.kind == "base":
+                self.far.disown((ref,))
                 self._bases += 1
                 if ref.origin == "captured":
                     self._wrong.pop(ref.part, None)
@@ -237,16 +244,33 @@ class AgentCore:
         if event.place == LMDB and (event.full or event.keys):
             self._lmdb_full_until = now + FULL_S if event.full else now
         for replica in self.view.replicas.values():
-            for key in event.keys:
-                if key in replica.refs:
-                    replica.places[key] |= event.place
-                    if event.place == FAR and replica.refs[key].kind == "base":
-                        self.drains.mended(replica.refs[key])
+            there = [key for key in event.keys if key in replica.refs]
+            for key in there:
+                replica.places[key] |= event.place
+            if event.place == FAR:
+                self.far.add(replica.refs[key] for key in there)
             for key in event.passed:
                 if key in replica.refs:
-                    self.drains.broken(replica.refs[key], event.place)
+                    self.drains.broken(replica.refs[key])
         self._swept = None
         return ()
+
+    def _survey(self) -> Iterable[Command]:
+        """Have it read what the far tier has of the own chains, once in a term."""
+        if not self.settings.places & FAR or not self.far.chains:
+            self.far.found(())
+        elif self._surveying != self.view.term:
+            self._surveying = self.view.term
+            yield ev.Survey(self.view.term, self.far.chains)
+
+    def _surveyed(self, event: ev.Surveyed, now: float) -> Iterable[Command]:
+        if event.term != self.view.term:
+            return
+        if event.refs is None:
+            self._surveying = ""  # again
+            return
+        self.far.found(event.refs)
+        yield from self._drained(ev.Drained(FAR, tuple(ref.key for ref in event.refs)), now)
 
     def _lost(self, event: ev.Lost, now: float) -> Iterable[Command]:
         for replica in list(self.view.replicas.values()):

@@ -220,11 +220,13 @@ class Crew:
         self.near.open(opening, settings, manifest.seal().id)
         self._asking.set()
 
-    def upkeep(self, term: str, ask_for_base: Callable[[str, int], None]) -> AgentUpkeep:
-        """What stands for upkeep in a session: the own agent does it."""
+    def upkeep(
+        self, manifest: Manifest, ask_for_base: Callable[[str, int], None]
+    ) -> AgentUpkeep:  # fmt: skip
+        """What stands for upkeep in a session of a term: the own agent does it."""
         return AgentUpkeep(
-            self.near, run=self._run, term=term, part=part_name(self._group.rank),
-            ask_for_base=ask_for_base, revive=self._revive,
+            self.near, run=self._run, term=manifest.term, step=manifest.step,
+            part=part_name(self._group.rank), ask_for_base=ask_for_base, revive=self._revive,
         )  # fmt: skip
 
     def _revive(self) -> None:

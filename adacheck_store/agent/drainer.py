@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from adacheck_store.catalog import RecordRef
 from adacheck_store.drain import copy_records, in_batches
 from adacheck_store.format.errors import FormatError, RecordNotFoundError, TierFullError
+from adacheck_store.format.keys import parse_key
 
 from . import events as ev
 from .door import copy_documents
@@ -32,14 +35,17 @@ class Drainer:
         self.bytes_drained = 0
         self.drained = -1
         name = "drain-lmdb" if place == LMDB else "drain-far"
-        self.work: Work[ev.Drain] = Work(name, self._act, self._failed, backoff=True)
+        self.work: Work[ev.Drain | ev.Survey] = Work(name, self._act, self._failed, backoff=True)
 
-    def give(self, command: ev.Drain) -> None:
-        """Have records drained."""
+    def give(self, command: ev.Drain | ev.Survey) -> None:
+        """Have records drained, or what lies there read."""
         self.work.give(command)
 
-    def _act(self, command: ev.Drain) -> None:
+    def _act(self, command: ev.Drain | ev.Survey) -> None:
         shell, target = self._shell, self._shell.places[self._place]
+        if isinstance(command, ev.Survey):
+            shell.tell(ev.Surveyed(command.term, self._look(command.chains)))
+            return
         uppers = [shell.places[place] for place in (RAM, LMDB)
                   if place in shell.places and place != self._place]  # fmt: skip
         copy_documents(shell.places[RAM], target, shell.run)
@@ -57,8 +63,22 @@ class Drainer:
         with shell.lock:
             shell.prunes.want()
 
-    def _failed(self, command: ev.Drain, error: Exception) -> None:
-        self._shell.tell(ev.Drained(self._place, (), full=isinstance(error, TierFullError)))
+    def _look(self, chains: tuple[str, ...]) -> tuple[RecordRef, ...]:
+        """References of what is there of some chains; what cannot be read is not there."""
+        target, run = self._shell.places[self._place], self._shell.run
+        found = []
+        for key in target.list(f"{run}/"):
+            parsed = parse_key(key)
+            if parsed.part in chains and parsed.kind in ("base", "delta", "extra"):
+                with suppress(RecordNotFoundError, FormatError):
+                    found.append(self._shell.ref_of(target, key))
+        return tuple(found)
+
+    def _failed(self, command: ev.Drain | ev.Survey, error: Exception) -> None:
+        if isinstance(command, ev.Survey):
+            self._shell.tell(ev.Surveyed(command.term, None))
+        else:
+            self._shell.tell(ev.Drained(self._place, (), full=isinstance(error, TierFullError)))
 
     def _copy(self, uppers: list[Tier], batch: list[str], passed: list[str]) -> int:
         """Copy a batch; say which records cannot be copied, and pass them over."""

@@ -59,7 +59,6 @@ class Drains:
         self._lag = lag
         self._lag_s = lag_s
         self._whole: set[str] = set()
-        self._holes: dict[str, tuple[int, int]] = {}
         self.hurry = False
         """True while all there is is to be drained, whatever the lag."""
         self.idle = True
@@ -86,23 +85,11 @@ class Drains:
         """A record was dropped before it was drained: the next base must be."""
         for queue in self._queues:
             if queue.waiting.pop(ref.key, None) is not None:
-                self.broken(ref, queue.place)
+                self.broken(ref)
 
-    def broken(self, ref: RecordRef, place: int) -> None:
-        """A record will not get to a place: what follows there hangs on the next base."""
+    def broken(self, ref: RecordRef) -> None:
+        """A record will not get to some place: what follows there hangs on the next base."""
         self._whole.discard(ref.part)
-        if place == FAR and ref.kind != "extra":
-            first, last = self._holes.get(ref.part, (ref.step, ref.step))
-            self._holes[ref.part] = min(first, ref.step), max(last, ref.step)
-
-    def mended(self, ref: RecordRef) -> None:
-        """A base is in the far tier: nothing that follows it hangs on what was before."""
-        if self._holes.get(ref.part, (0, ref.step + 1))[1] <= ref.step:
-            del self._holes[ref.part]
-
-    def whole_to(self, part: str, step: int) -> int:
-        """Up to where the far tier has a part whole, of what has got there up to a step."""
-        return min(step, self._holes[part][0] - 1) if part in self._holes else step
 
     def done(self, place: int, keys: Iterable[str], now: float) -> None:
         """A drain has ended; what it did not bring waits a while."""
@@ -113,11 +100,16 @@ class Drains:
                 queue.retry_at = now + 1.0 if set(queue.busy) & queue.waiting.keys() else now
                 queue.busy, queue.since = (), now
 
-    def due(self, now: float) -> Iterable[Drain]:
-        """Drains to begin: to the LMDB at once, to the far tier at half its lag, or with a base."""
+    def due(self, now: float, known: bool = True) -> Iterable[Drain]:
+        """Drains to begin: to the LMDB at once, to the far tier at half its lag, or with a base.
+
+        To that there are none before it is ``known`` what it has.
+        """
         self.idle = not self.behind
         for queue in self._queues:
             if queue.busy or not queue.waiting or now < queue.retry_at:
+                continue
+            if queue.place == FAR and not known:
                 continue
             steps = {record.step for record in queue.waiting.values()} if queue.place == FAR else ()
             late = now - queue.since > self._lag_s

@@ -129,6 +129,14 @@ class Lost:
 
 
 @dataclass(frozen=True, slots=True)
+class Surveyed:
+    """What the far tier has of this node's own chains of a term; None if it could not be read."""
+
+    term: str
+    refs: tuple[RecordRef, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
 class Asked:
     """The planner of a restore that has claimed ``term`` reads the catalog, or renews its lease."""
 
@@ -142,7 +150,7 @@ class Tick:
 
 Event = (
     Opened | Offered | Stored | Failed | Sync | Closed | Called | Heard | Missed | Drained | Lost
-    | Asked | Tick
+    | Surveyed | Asked | Tick
 )  # fmt: skip
 
 
@@ -222,6 +230,14 @@ class Drain:
 
 
 @dataclass(frozen=True, slots=True)
+class Survey:
+    """Read what the far tier has of these chains of a term; then `Surveyed`."""
+
+    term: str
+    chains: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Prune:
     """The LMDB may give up what retention allows of this node's own chains, not above a step."""
 
@@ -236,4 +252,4 @@ class AskBase:
     first: int
 
 
-Command = Admit | Refuse | Answer | Forward | Learn | Fold | Drop | Drain | Prune | AskBase
+Command = Admit | Refuse | Answer | Forward | Learn | Fold | Drop | Drain | Survey | Prune | AskBase

@@ -85,6 +85,21 @@ def newest_common(chains: Iterable[Iterable[Mark]]) -> int:
     return step
 
 
+def both(one: Spans, other: Spans) -> Spans:
+    """Steps in both."""
+    found = []
+    rest = list(reversed(other))
+    for first, last in one:
+        while rest and rest[-1][0] <= last:
+            low, high = rest[-1]
+            if high >= first:
+                found.append((max(first, low), min(last, high)))
+            if high > last:
+                break
+            rest.pop()
+    return tuple(found)
+
+
 def _last_within(spans: Spans, step: int) -> int:
     for first, last in reversed(spans):
         if first <= step:

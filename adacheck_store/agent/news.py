@@ -28,7 +28,7 @@ def news(shell: Shell, part: str) -> dict[str, Any]:
             "term": view.term, "holder": shell.holder(), "watermark": view.watermark,
             "behind": shell.behind,
             "ask_base": shell.asked.pop(part, -1), "base": _newest_base(replica),
-            "drained": shell.core.drains.whole_to(part, _drained(replica)), "errors": errors(shell),
+            "drained": shell.core.far.newest(part), "errors": errors(shell),
             "exposed": sorted(_exposed(shell)),
             "bytes_drained": sum(d.bytes_drained for d in shell.drainers.values()),
         }  # fmt: skip
@@ -116,7 +116,7 @@ def _chain(shell: Shell, name: str, now: float) -> dict[str, Any]:
         "replica_step": _newest_base(replica),
         "newest_step": replica.mark().newest if replica else -1,
         "records": len(replica.refs) if replica else 0, "bytes": sizes,
-        "owner": view.owns(name),
+        "owner": view.owns(name), "drained": [list(span) for span in shell.core.far.spans(name)],
         "holders": {
             holder: {"newest": mark.newest, "live": view.live(holder, now)}
             for holder, mark in marks.items()
@@ -144,22 +144,6 @@ def _exposed(shell: Shell) -> set[str]:
 def _newest_base(replica: Replica | None) -> int:
     refs = replica.refs.values() if replica else ()
     return max((ref.step for ref in refs if ref.kind == "base"), default=-1)
-
-
-def _drained(replica: Replica | None) -> int:
-    """The newest step whose delta (or base) is in the far tier, with all before it that are here.
-
-    What is no longer here is in the far tier, or the drains know of a hole there.
-    """
-    if replica is None:
-        return -1
-    reached = -1
-    for ref in sorted(replica.refs.values(), key=lambda ref: ref.step):
-        if ref.kind == "delta" or (ref.kind == "base" and ref.origin == "captured"):
-            if not replica.places[ref.key] & FAR:
-                break
-            reached = ref.step
-    return reached
 
 
 def _busy(since: float | None, now: float) -> float:

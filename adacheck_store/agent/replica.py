@@ -133,6 +133,14 @@ class PartReplica(Replica):
         self._deltas: dict[str, ByStep] = defaultdict(lambda: defaultdict(list))
         self._proofs: dict[str, Proofs] = {}
         self._gaps: dict[str, Gaps] = {}
+        self._told: list[RecordRef] = []
+
+    def disown(self, ref: RecordRef) -> None:
+        """Heed the gap that a base tells of, though the base is not here."""
+        oldest = min((base.step for base in self.refs.values() if base.kind == "base"), default=0)
+        self._told = [told for told in self._told if told.step >= oldest] + [ref]
+        self._mark = None
+        self._recompute()
 
     def _added(self, ref: RecordRef) -> None:
         table = self._bases if ref.kind == "base" else self._deltas
@@ -158,8 +166,10 @@ class PartReplica(Replica):
         parent: Proofs = {}
         for segment in self._line:
             bases = [ref for refs in self._bases[segment.term].values() for ref in refs]
+            bases += [ref for ref in self._told if ref.term == segment.term]
             place = (segment.term, self.name)
-            self._gaps[segment.term] = Catalog(run="", bases={place: tuple(bases)}).gaps(place)
+            known = Catalog(run="", bases={place: tuple(bases)})
+            self._gaps[segment.term] = known.gaps(place, segment.last)
             self._proofs[segment.term] = opening(segment, parent, self.name)
             self._prove(segment, 0)
             parent = self._proofs[segment.term]

@@ -8,14 +8,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from adacheck_store.catalog import RecordRef, make_ref, read_catalog
 from adacheck_store.config import Settings
 from adacheck_store.format.errors import (
-    AdaCheckError,
     ReplayMismatchError,
     TierFullError,
 )
@@ -136,6 +134,8 @@ class Shell:
                 self.drainers[command.place].give(command)
             case ev.Drop():
                 self.places[command.place].delete(command.keys)
+            case ev.Survey():
+                self.drainers[FAR].give(command)
             case ev.Prune():
                 self.prunes.want(command.watermark)
             case ev.AskBase():
@@ -282,9 +282,6 @@ class Shell:
             return
         copy_documents(lmdb, self.places[RAM], self.run)
         self.tell(ev.Stored("", refs, LMDB))
-        with suppress(AdaCheckError):  # else they are drained again, which changes nothing
-            there = set(self.places[FAR].list(f"{self.run}/"))
-            self.tell(ev.Drained(FAR, tuple(ref.key for ref in refs if ref.key in there)))
 
     def _tick(self) -> None:
         while not self._ending.wait(TICK_S):

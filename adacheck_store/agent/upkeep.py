@@ -25,11 +25,14 @@ NEWS_S = 1.0
 
 
 class AgentUpkeep:
-    """Asks the agent how far it is. ``ask_for_base(reason, first)`` is called where a fold there
-    has proven the chain of ``part`` wrong, ``revive()`` where the agent does not answer."""
+    """Asks the agent how far it is. ``step`` is the term's first.
+
+    ``ask_for_base(reason, first)`` is called where a fold there has proven the chain of ``part``
+    wrong, ``revive()`` where the agent does not answer.
+    """
 
     def __init__(
-        self, near: NodeTier, *, run: str, term: str, part: str,
+        self, near: NodeTier, *, run: str, term: str, step: int, part: str,
         ask_for_base: Callable[[str, int], None], revive: Callable[[], None],
     ) -> None:  # fmt: skip
         self._near, self._run, self._term, self._part = near, run, term, part
@@ -37,6 +40,7 @@ class AgentUpkeep:
         self._revive = revive
         self._ending = threading.Event()
         self.progress = Progress()
+        self._first = step
         self.error: AdaCheckError | None = None
         self._rival: TermError | None = None
         self._thread = threading.Thread(target=self._watch, name="adacheck-news", daemon=True)
@@ -97,7 +101,9 @@ class AgentUpkeep:
         _, payload = self._near.peer.call("news", {"part": self._part}, timeout_s=5.0)
         said: dict[str, Any] = read_json(payload)
         progress = self.progress
-        progress.drained = max(progress.drained, int(said["drained"]))
+        # A step that got there though its save failed is about to be disowned.
+        sure = min(int(said["drained"]), max(progress.stored, self._first))
+        progress.drained = max(progress.drained, sure)
         progress.base = max(progress.base, int(said["base"]))
         progress.bytes_drained = int(said["bytes_drained"])
         progress.degraded = self._part in said["exposed"]

@@ -1,10 +1,15 @@
 """Drains of a real agent: a far tier that fails, one that hangs, one that must be spared."""
 
+import os
 import statistics
 import time
+from functools import partial
 from pathlib import Path
 
+from adacheck_store.agent import places
+from adacheck_store.store import agent_tiers
 from tests.agent.kit import Node, until
+from tests.agent.trainer import RUN
 from tests.benchmarks.resident import Flood
 
 
@@ -72,4 +77,40 @@ def test_drain_takes_no_more_than_it_may(here: Node) -> None:
     until(lambda: far(here)["waiting_records"] == 0 or time.monotonic() - began > 5.0, "a while")
     passed_s, moved = time.monotonic() - began, far(here)["drained_bytes"] - first
     assert 0 < moved <= rate * passed_s + 16 * delta
+    flood.session.close()
+
+
+def test_drained_is_what_lies_there(here: Node, tmp_path: Path) -> None:
+    """An agent that was killed and comes back says what the far tier can produce.
+
+    A delta on the node's disk is lost before it is drained: a hole that only a base ends.
+    """
+    hangs = tmp_path / "hangs"
+    agent = here.agent(fail=f"local.rename.before=hang@{hangs}")
+    flood = Flood(here, 1 << 10)
+    told = partial(here.ask, "news", part="p000000")
+    until(lambda: told()["drained"] == 0, "the first base")
+    hangs.touch()
+    flood.steps(12)
+    flood.session.flush(60.0, far=False)
+    until(lambda: here.status()["drains"]["lmdb"]["waiting_records"] == 0, "all is on the disk")
+    assert told()["drained"] == 0
+    place = places.place_of(here.url, RUN, here.name)
+    starting = places.take(place, place.starting)  # the trainer starts no agent meanwhile
+    assert starting is not None
+    agent.kill()
+    agent.wait(60)
+    lmdb, far_tier = agent_tiers(here.url, RUN, here.name)
+    (lost,) = [key for key in lmdb.list(f"{RUN}/") if key.endswith("/p000000/delta/000000000010")]
+    lmdb.delete([lost])
+    lmdb.close()
+    far_tier.close()
+    here.agent()
+    os.close(starting)
+    flood.steps(1)  # tells the agent of the term, and is refused: nobody has the step before
+    until(lambda: far(here)["waiting_records"] == 0 and told()["drained"] > 0, "it is drained")
+    assert told()["drained"] == 9
+    flood.steps(1)
+    flood.session.flush(60.0)
+    assert flood.session.status().drained == told()["drained"] == flood.toy.step == 14
     flood.session.close()

@@ -282,10 +282,25 @@ class Chaos:
         truth, attempt = self.truth, self.attempt
         stored = attempt.least("stored")
         truth.trained = max(truth.trained, attempt.least("step"))
-        truth.drained = max(truth.drained, attempt.least("drained"))
+        truth.drained = max(truth.drained, self._drained())
         truth.acknowledged = max(truth.acknowledged, stored)
         claims = dict(self._claims())
         truth.promises.append(Promise(stored, claims))
+
+    def _drained(self) -> int:
+        """The newest step that each rank was told is drained: it, or one below it on no gap's span.
+
+        A rank that closed a gap is told of the step after it, and the far tier has none before.
+        """
+        steps: list[set[int]] = []
+        for rank, host in enumerate(self.hosts):
+            told, status = self.attempt.highest("drained", rank), self._status(host)
+            chain = status["chains"].get(part_name(rank)) if status else None
+            spans = chain["drained"] if chain else []
+            steps.append({
+                step for first, last in spans for step in range(first, last + 1) if step <= told
+            })  # fmt: skip
+        return max(set.intersection(*steps), default=-1)
 
     def _claims(self) -> Iterable[tuple[Life, Mapping[str, int]]]:
         for host in self.hosts:

@@ -61,6 +61,7 @@ class Outcome:
     steps: int = 0
     restores: int = 0
     promises: int = 0
+    drained: int = 0
     seconds: float = 0.0
     faults: Counter[str] = field(default_factory=Counter)
 
@@ -127,7 +128,7 @@ def run(plan: Plan, trace: list[str] | None = None) -> Outcome:
     everything(world, plan, "in the end")
     outcome.steps = world.job.ranks[0].step
     outcome.restores = world.claims - 1
-    outcome.promises = len(world.truth.promises)
+    outcome.promises, outcome.drained = len(world.truth.promises), world.truth.count
     outcome.seconds = world.now
     return outcome
 
@@ -198,6 +199,8 @@ def _lose_on_paper(world: World, plan: Plan, lost: set[str], why: str) -> None:
     truth = world.truth
     if not truth.manifests:
         return
+    for rank in world.job.ranks:
+        rank.news()
     stores = [("far", world.far)]
     lives = set()
     for agent in world.agents.values():
@@ -206,8 +209,11 @@ def _lose_on_paper(world: World, plan: Plan, lost: set[str], why: str) -> None:
             if agent.alive:
                 stores.append((agent.boot, agent.ram))
                 lives.add(agent.life)
+    truth.check_drained(truth.catalog(stores[:1]), f"{why} at {world.now:.3f}, all but far lost")
+    catalog = truth.catalog(stores)
+    truth.check_drained(catalog, f"{why} at {world.now:.3f}, without {sorted(lost)}")
     truth.check(
-        truth.catalog(stores), lives, newest_seats(world, plan.ranks), truth.promises,
+        catalog, lives, newest_seats(world, plan.ranks), truth.promises,
         f"{why} at {world.now:.3f}, without {sorted(lost)}",
     )  # fmt: skip
 

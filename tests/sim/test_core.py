@@ -8,7 +8,7 @@ from adacheck_store.agent import events as ev
 from adacheck_store.agent.budget import BEYOND_WINDOW, Budget, memory_for
 from adacheck_store.agent.core import HOLD_S, AgentCore, AgentSettings
 from adacheck_store.agent.leases import LEASE_S, Lease
-from adacheck_store.agent.marks import Mark, Report, Seat, newest_common
+from adacheck_store.agent.marks import Mark, Report, Seat, both, newest_common
 from adacheck_store.agent.replica import FAR, LMDB, RAM, make_replica
 from adacheck_store.catalog import RecordRef
 from adacheck_store.format.manifest import Manifest, PartEntry
@@ -55,6 +55,7 @@ def core(node: str = "a", total: int = 10_000, **settings: Any) -> AgentCore:
     """An agent that knows of the term."""
     made = AgentCore(node, f"{node}#1", Budget(total), AgentSettings(**settings))
     made.handle(opened(token=""), 0.0)
+    made.handle(ev.Surveyed(T1, ()), 0.0)
     return made
 
 
@@ -441,23 +442,93 @@ def test_what_a_drain_passes_over_is_not_said_to_be_drained() -> None:
     assert agent.drains.behind == 0
     (drain,) = of(ev.Drain, put(agent, ref("delta", 2), ref("extra", 2), now=0.4))
     agent.handle(ev.Drained(FAR, drain.keys), 0.5)
-    assert agent.drains.whole_to(P, 2) == 0
+    assert agent.far.newest(P) == 0
     replayed = ref("base", 2, origin="replayed")  # of no multiple, and drained all the same
     (drain,) = of(ev.Drain, agent.handle(ev.Stored("", (replayed,), RAM), 0.6))
     assert replayed.key in drain.keys
     agent.handle(ev.Drained(FAR, drain.keys), 0.7)
-    assert agent.drains.whole_to(P, 2) == 2
+    assert agent.far.newest(P) == 2
 
 
-def test_what_is_dropped_undrained_is_a_hole() -> None:
-    """The far tier is not said to be whole beyond a record that memory had no room to keep."""
-    agent = core(places=FAR)
-    agent.drains.note(ref("delta", 3), RAM, 0.0)
-    agent.drains.skipped(ref("delta", 3))
-    agent.drains.note(ref("extra", 7), RAM, 0.0)
-    agent.drains.skipped(ref("extra", 7))
-    assert agent.drains.whole_to(P, 5) == 2
-    agent.drains.mended(ref("base", 2))
-    assert agent.drains.whole_to(P, 5) == 2
-    agent.drains.mended(ref("base", 3))
-    assert agent.drains.whole_to(P, 5) == 5
+def far(agent: AgentCore, *refs: RecordRef) -> int:
+    """The newest step that is drained, once these records are found in the far tier."""
+    agent.handle(ev.Surveyed(agent.view.term, refs), 0.0)
+    return agent.far.newest(P)
+
+
+def test_what_is_drained_is_what_the_far_tier_can_produce() -> None:
+    """Whoever has put it there, of the part and of the extras, under one of the line's terms."""
+    chain = [ref("base", 0), *(ref("delta", step) for step in (1, 2, 3))]
+    extras = [ref("extra", step) for step in (0, 1, 2, 3)]
+    assert far(core(), *chain, *extras) == 3
+    assert far(core(), *chain[:2], *chain[3:], *extras) == 1
+    assert far(core(), *chain, *extras[:3]) == 2
+    assert far(core(), *chain, *extras[:1], *extras[2:]) == 3
+    assert far(core(), *chain) == far(core(), *extras) == far(core(), *chain[1:], *extras) == -1
+    assert far(core("b"), *chain, *extras) == -1  # it is not the chains' own node
+    agent = core()
+    assert far(agent, *chain, *extras) == 3
+    asked = of(ev.Survey, agent.handle(opened(T2), 1.0))  # which forks at 2
+    assert asked == [ev.Survey(T2, (P, R))]
+    assert agent.far.newest(P) == -1
+    assert far(agent, *chain, *extras) == 2
+    assert far(agent, ref("delta", 3, T2), ref("extra", 3, T2)) == 3
+
+
+def test_far_tier_is_read_again_until_it_is_read() -> None:
+    """Nothing is drained there before, and what it turns out to have is not drained again."""
+    agent = AgentCore("a", "a#1", Budget(10_000), AgentSettings(places=FAR))
+    assert of(ev.Survey, agent.handle(opened(), 0.0)) == [ev.Survey(T1, (P, R))]
+    said = put(agent, ref("base", 0), ref("extra", 0))
+    assert not of(ev.Survey, said)
+    assert not of(ev.Drain, said)
+    assert not of(ev.Survey, agent.handle(ev.Tick(), 0.1))
+    assert not of(ev.Survey, agent.handle(ev.Surveyed(T2, None), 0.2))  # of another term
+    assert of(ev.Survey, agent.handle(ev.Surveyed(T1, None), 0.3))
+    said = agent.handle(ev.Surveyed(T1, (ref("extra", 0),)), 0.4)
+    assert [drain.keys for drain in of(ev.Drain, said)] == [(ref("base", 0).key,)]
+    assert not of(ev.Survey, agent.handle(ev.Tick(), 0.5))
+
+
+def test_what_a_gap_disowns_is_not_drained() -> None:
+    """The base that tells of it may be here alone: in this term, or since the one before."""
+    there = [ref(kind, step) for step in (1, 2, 3) for kind in ("delta", "extra")]
+    there += [ref("base", 0), ref("extra", 0)]
+    base = ref("base", 4, gap={"from": 3, "reason": "x"}, parent="m1")
+    agent = core()
+    assert far(agent, *there) == 3
+    agent.handle(ev.Stored("", (base,), RAM), 0.0)
+    assert agent.far.newest(P) == 2
+    agent.handle(ev.Stored("", (ref("extra", 4),), RAM), 0.0)
+    agent.handle(ev.Drained(FAR, (base.key, ref("extra", 4).key)), 0.1)
+    assert agent.far.newest(P) == 4
+    agent = AgentCore("a", "a#2", Budget(10_000), AgentSettings())
+    agent.handle(ev.Stored("", (base,), LMDB), 0.0)
+    agent.handle(opened(), 0.0)
+    assert far(agent, *there) == 2
+    agent = AgentCore("a", "a#2", Budget(10_000), AgentSettings())
+    late = ref("base", 4, gap={"from": 1, "reason": "x"}, parent="m1")
+    agent.handle(ev.Stored("", (late,), LMDB), 0.0)
+    agent.handle(opened(T2), 0.0)  # it forks before that base: a writer that was left says so
+    assert far(agent, *there) == 2
+
+
+def test_what_the_far_tier_has_is_forgotten_below_its_base() -> None:
+    agent = core(places=FAR, base_every=8, object_lag=2)
+    known = []
+    for step in range(200):
+        kinds = ["base", "extra"] if step == 0 else ["delta", "extra"]
+        records = [ref(kind, step) for kind in kinds]
+        if step and step % 8 == 0:
+            records.append(ref("base", step, origin="replayed"))
+        put(agent, *records, now=float(step))
+        agent.handle(ev.Drained(FAR, tuple(record.key for record in records)), step + 0.5)
+        assert agent.far.newest(P) == step
+        known.append(sum(len(chain.refs) for chain in agent.far._chains.values()))
+    assert max(known) <= 2 * 9 + 1
+
+
+def test_common_spans() -> None:
+    assert both((), ((0, 9),)) == both(((0, 9),), ()) == ()
+    assert both(((0, 3), (5, 9)), ((2, 6), (8, 8), (10, 12))) == ((2, 3), (5, 6), (8, 8))
+    assert both(((0, 9),), ((0, 0), (9, 9))) == ((0, 0), (9, 9))

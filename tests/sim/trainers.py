@@ -208,7 +208,16 @@ class Rank:
         if not answer.short:
             self.world.truth.acknowledged(self.job.term, step, self.number, answer.holders)
         self.world.say(self.conn, "acked", step, "short" if answer.short else "")
+        self.news()
         self._done(step)
+
+    def news(self) -> None:
+        """What the agent says is drained, as far as the trainer believes it."""
+        if self.job.alive and self.agent.alive and self.agent.core.view.term == self.job.term:
+            spans = self.agent.core.far.spans(self.part)
+            steps = {step for first, last in spans for step in range(first, last + 1)}
+            told = self.world.truth.drained[self.job.term][self.number]
+            told |= {step for step in steps if step <= self.acked}
 
     def _failed(self, token: str, step: int, why: Any) -> None:
         self._token = ""

@@ -47,6 +47,12 @@ class Truth:
     edges: dict[str, tuple[object, object]] = field(default_factory=dict)
     """Id of a delta -> values before and after."""
     promises: list[Promise] = field(default_factory=list)
+    drained: dict[str, dict[int, set[int]]] = field(
+        default_factory=lambda: defaultdict(lambda: defaultdict(set))
+    )
+    """Term -> rank -> steps that it was told the far tier has."""
+    count: int = 0
+    """How often something had been told to be drained when it was looked for."""
     _acked: dict[tuple[str, int], dict[int, frozenset[Life]]] = field(
         default_factory=lambda: defaultdict(dict)
     )
@@ -57,6 +63,23 @@ class Truth:
         found[rank] = frozenset(holders)
         if len(found) == self.ranks:
             self.promises.append(Promise(term, step, dict(found)))
+
+    def check_drained(self, catalog: Catalog, why: str) -> None:
+        """Of the line, what all ranks were told is drained comes back, whatever else is there."""
+        line = _line(catalog)
+        told = {
+            step for term, ranks in self.drained.items() if len(ranks) == self.ranks
+            for step in set.intersection(*ranks.values()) if step <= line.get(term, -1)
+        }  # fmt: skip
+        if not told:
+            return
+        self.count += 1
+        try:
+            reached = plan_restore(catalog).step
+        except NotProvableError:
+            reached = -1
+        if reached < max(told):
+            raise Violation(f"{why}: told {sorted(told)} drained, there is {reached}")
 
     def fold(self, base: RecordRef, deltas: Iterable[RecordRef]) -> object:
         """The value that a fold gives; a fold of records that do not fit is a violation."""

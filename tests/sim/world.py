@@ -250,6 +250,15 @@ class Agent:
                 done.append(key)
         self.tell(ev.Drained(command.place, tuple(done), full))
 
+    def _survey(self, command: ev.Survey) -> None:
+        self.world.after(0.02 + self.world.delay(), self._surveyed, self.boot, command)
+
+    def _surveyed(self, boot: str, command: ev.Survey) -> None:
+        if self.alive and boot == self.boot:
+            far = tuple(ref for ref in self.world.far.values() if ref.part in command.chains)
+            failed = self.world.rng.random() < 0.1
+            self.tell(ev.Surveyed(command.term, None if failed else far))
+
     def _prune(self, command: ev.Prune) -> None:
         """Of each own part the last two bases up to the watermark, and what follows, stay."""
         gone: list[str] = []
@@ -366,7 +375,8 @@ def _without_token(opened: ev.Opened) -> ev.Opened:
 _CARRY_OUT: dict[type[Any], Callable[[Agent, Any], None]] = {
     ev.Admit: Agent._admit, ev.Refuse: Agent._reply, ev.Answer: Agent._reply,
     ev.Forward: Agent._forward, ev.Learn: Agent._learn, ev.Fold: Agent._fold,
-    ev.Drop: Agent._drop, ev.Drain: Agent._drain, ev.Prune: Agent._prune,
+    ev.Drop: Agent._drop, ev.Drain: Agent._drain, ev.Survey: Agent._survey,
+    ev.Prune: Agent._prune,
     ev.AskBase: Agent._ask_base,
 }  # fmt: skip
 
