@@ -52,8 +52,8 @@ class History:
     """Base's key -> value."""
     truth: dict[tuple[str, str, int], str] = field(default_factory=dict)
     """What the trainer had, by term, part and step."""
-    disowned: set[str] = field(default_factory=set)
-    """Keys of records that a later gap calls wrong."""
+    disowned: dict[str, list[int]] = field(default_factory=dict)
+    """Keys of records that a later gap calls wrong: the steps of the bases that do."""
 
 
 class Author:
@@ -107,7 +107,7 @@ class Author:
         tips: dict[str, str] = {}
         owner = ""
         if parent is not None:
-            proof = Oracle(self.catalog(), self.history).whole_at(parent.name, step)
+            proof = Oracle(self.catalog(), self.history, parent.name).whole_at(step)
             if proof is None:
                 return parent
             owner, tips = proof
@@ -210,7 +210,7 @@ class Author:
         for ref in self.history.refs:
             if ref.term == term.name and ref.step >= term.gap:
                 if ref.kind == "delta" or (ref.kind == "base" and ref.origin == "replayed"):
-                    self.history.disowned.add(ref.key)
+                    self.history.disowned.setdefault(ref.key, []).append(term.step)
         term.gap = None
 
     def distrust(self, term: TermState) -> None:
@@ -276,11 +276,16 @@ def damaged(history: History, rng) -> Catalog:
 
 
 class Oracle:
-    """What can be proven, by asking from the top down, straight from the rules."""
+    """What can be proven of a term's line, from the top down, straight from the rules.
 
-    def __init__(self, catalog: Catalog, history: History) -> None:
+    The line is that of the newest term unless one is named.
+    """
+
+    def __init__(self, catalog: Catalog, history: History, term: str = "") -> None:
         self.catalog = catalog
         self.history = history
+        self.line = self._line(term)
+        self.ends = {name: last for name, _, last in self.line}
         self.memo: dict[tuple[str, str, int, str], frozenset[str]] = {}
 
     def revisions(self, term: str) -> list[tuple[str, Manifest]]:
@@ -288,9 +293,9 @@ class Oracle:
         found = [(i, m) for i, m in self.catalog.manifests.items() if m.term == term]
         return sorted(found, key=lambda item: (item[1].step, item[0]))
 
-    def line(self, term: str = "") -> list[tuple[str, int, float]]:
+    def _line(self, term: str) -> list[tuple[str, int, float]]:
         """(term, first, last) of the line, newest first, as far as manifests reach."""
-        at = term or max(m.term for m in self.catalog.manifests.values())
+        at = term or max((m.term for m in self.catalog.manifests.values()), default="")
         last: float = float("inf")
         found = []
         while at and self.revisions(at):
@@ -306,9 +311,13 @@ class Oracle:
         return [ref for ref in table.get((term, part), ()) if ref.step == step]
 
     def blocked(self, term: str, part: str, step: int) -> bool:
-        """True if a base says that the spine is unprovable at the step."""
+        """True if a base says that the spine is unprovable at the step.
+
+        What a writer says after the step at which a newer term left it is off the line.
+        """
+        last = self.ends.get(term, float("inf"))
         return any(
-            base.gap is not None and base.gap["from"] <= step <= base.step
+            base.gap is not None and base.gap["from"] <= step <= base.step <= last
             for base in self.catalog.bases.get((term, part), ())
         )
 
@@ -388,16 +397,16 @@ class Oracle:
         newest = self.revisions(term)[-1][1]
         return self._usable(newest.parent_term, part, step, newest.tips[part])
 
-    def provable(self, step: int, term: str = "") -> bool:
+    def provable(self, step: int) -> bool:
         """True if the step exists on the line."""
         return any(
             first <= step <= last and self.whole(at, step) is not None
-            for at, first, last in self.line(term)
+            for at, first, last in self.line
         )
 
-    def whole_at(self, term: str, step: int) -> tuple[str, dict[str, str]] | None:
+    def whole_at(self, step: int) -> tuple[str, dict[str, str]] | None:
         """For a writer: the term that owns a provable step of a line, and the parts' links."""
-        for at, first, last in reversed(self.line(term)):
+        for at, first, last in reversed(self.line):
             if first <= step <= last:
                 parts = self.whole(at, step)
                 if parts is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import hashlib
 import json
 import os
@@ -37,7 +38,14 @@ READER = ("roaccess", "rosecretrosecret")
 DOMAIN = "s3.test"
 """The server's own name: buckets are hosts below it, in virtual style."""
 _LISTENERS = ("-s3.port", "-master.port", "-volume.port", "-filer.port")
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1
 _SIDE_DOORS = ("-s3.port.https", "-admin.port", "-s3.port.iceberg", "-s3.port.lance")
+
+
+def _end_with_parent() -> None:
+    """In a new process: be killed when the thread that has started it ends, however it does."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 class Server:
@@ -75,7 +83,7 @@ class Server:
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 command, stdout=log, stderr=log, start_new_session=True, cwd=self.folder,
-                env={**os.environ, "HOME": str(self.folder)},
+                env={**os.environ, "HOME": str(self.folder)}, preexec_fn=_end_with_parent,
             )  # fmt: skip
         atexit.register(self.stop)
         self._await()
