@@ -310,10 +310,10 @@ def test_the_base_that_closes_a_gap_leaves_room_for_what_settles_it(
 # Floors ----------------------------------------------------------------------------------------
 
 
-def far_floor(homes: tuple[int, ...], **settings: object) -> int:
+def far_floor(homes: tuple[int, ...], seed: int, **settings: object) -> int:
     """The floor that the far tier bears after sixteen steps without a fault."""
     plan = dataclasses.replace(
-        make_plan(0), nodes=3, homes=homes, k=1, window=2, places=LMDB | FAR, slack=1.0,
+        make_plan(seed), nodes=3, homes=homes, k=1, window=2, places=LMDB | FAR, slack=1.0,
         steps=16, step_s=0.1, faults=(), probes=(), **settings,
     )  # fmt: skip
     world = build(plan)
@@ -332,8 +332,9 @@ def test_parts_pass_through_bases_of_one_step(
 
     Here bases are of each fourth step; the watermark ends at 15.
     """
-    assert far_floor(homes, fold_every=fold_every) == 8
+    seeds = range(4)
+    assert {far_floor(homes, seed, fold_every=fold_every) for seed in seeds} == {8}
     real = PartReplica.fold_plan
     straight = lambda self, step, every, most: real(self, step, 0, most)  # noqa: E731
     monkeypatch.setattr(PartReplica, "fold_plan", straight)
-    assert far_floor(homes, fold_every=fold_every) < 8
+    assert min(far_floor(homes, seed, fold_every=fold_every) for seed in seeds) < 8
