@@ -11,8 +11,8 @@ from tests.agent.kit import ROOT
 
 SERVE = """
 import time
-from tests.s3.server import Server, free_ports
-print(Server(free_ports(12)).process.pid, flush=True)
+from tests.s3.server import server
+print(server().process.pid, flush=True)
 time.sleep(600)
 """
 
