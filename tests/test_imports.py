@@ -72,3 +72,11 @@ def test_unknown_name_is_an_attribute_error() -> None:
     """A name that does not exist fails as on any module."""
     with pytest.raises(AttributeError, match="no attribute 'atach'"):
         _ = adacheck_store.atach
+
+
+def test_what_the_profile_wraps_is_there() -> None:
+    """Benchmarks are run by hand: a name that has moved on would be found late."""
+    from tests.benchmarks.profile import WORK
+
+    gone = [name for places in WORK.values() for owner, name in places if name not in vars(owner)]
+    assert not gone

@@ -58,7 +58,7 @@ WORK: dict[str, list[tuple[Any, str]]] = {
     "zarr fsync": [(object_local.durable, "fsync")],
     "zarr read": [(object_local.LocalObjects, "get")],
     "fold: copy in": [(fetch.ArrayReader, "read_into")],
-    "fold: decode": [(fold.Fold, "_decode_run")],
+    "fold: decode": [(fold, "decode")],
     "fold: apply": [(StepEngine, "apply")],
 }  # fmt: skip
 
