@@ -27,6 +27,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def lacking() -> dict[str, str]:
+    """Markers of tests that cannot run on this machine, and why."""
+    found = {}
+    if not torch.cuda.is_available():
+        found["gpu"] = "torch sees no CUDA device here"
+    if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
+        found["vectors"] = "torch has no other arithmetic than the default on this CPU"
+    return found
+
+
+LACKING = lacking()
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Start counting what the markers leave out."""
     config.stash[DESELECTED] = Counter()
@@ -34,17 +47,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave gpu tests out where there is no device: they are not run, and not skipped."""
-    gpu = [item for item in items if item.get_closest_marker("gpu")]
-    if gpu and not torch.cuda.is_available():
-        items[:] = [item for item in items if item not in set(gpu)]
-        config.hook.pytest_deselected(items=gpu)
+    """Leave tests out for which the machine lacks something: they are not run, and not skipped."""
+    lacking = [item for item in items if any(map(item.get_closest_marker, LACKING))]
+    if lacking:
+        items[:] = [item for item in items if item not in set(lacking)]
+        config.hook.pytest_deselected(items=lacking)
 
 
 def pytest_deselected(items: Sequence[pytest.Item]) -> None:
     """Count the slow and gpu tests that are not run."""
     for item in items:
-        for marker in ("gpu", "slow"):
+        for marker in (*LACKING, "slow"):
             if item.get_closest_marker(marker):
                 item.config.stash[DESELECTED][marker] += 1
 
@@ -77,11 +90,7 @@ def pytest_terminal_summary(
 ) -> None:
     """Say what was not run, so that nobody takes silence for success."""
     counts = config.stash[DESELECTED]
-    for marker in ("gpu", "slow"):
-        if marker == "gpu" and not torch.cuda.is_available():
-            why = "torch sees no CUDA device here"
-        else:
-            why = f"-m {marker} runs them"
+    for marker, why in (*LACKING.items(), ("slow", "-m slow runs them")):
         terminalreporter.write_line(f"{counts[marker]} {marker} tests were not run ({why})")
     if config.getoption("--fail-on-skip") and skipped(config):
         count = skipped(config)

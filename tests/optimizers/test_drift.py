@@ -28,8 +28,6 @@ def make(seed: int = 0) -> Any:
 @pytest.fixture(scope="module")
 def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The URL of a run that was trained with the arithmetic of a CPU without AVX."""
-    if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
-        pytest.skip("this CPU has no other capability than the default")
     url = (tmp_path_factory.mktemp("drift") / "store").as_uri()
     subprocess.run(
         [sys.executable, "-m", "tests.optimizers.drifting", url, str(STEPS)], cwd=ROOT, check=True,
@@ -38,6 +36,7 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> str:
     return url
 
 
+@pytest.mark.vectors
 def test_a_restore_elsewhere_is_bounded_and_says_its_drift(elsewhere: str) -> None:
     with open_store(elsewhere) as store:
         done = restore_state(store.tiers, "r")
@@ -54,6 +53,7 @@ def test_a_restore_elsewhere_is_bounded_and_says_its_drift(elsewhere: str) -> No
     assert at_base.certificate.exactness == "exact", "a base of the trainer's own is what it was"
 
 
+@pytest.mark.vectors
 def test_too_much_drift_is_a_mismatch(elsewhere: str) -> None:
     with open_store(elsewhere) as store:
         done = restore_state(store.tiers, "r", max_drift=1e-12)
@@ -63,6 +63,7 @@ def test_too_much_drift_is_a_mismatch(elsewhere: str) -> None:
     assert done.certificate.exactness == "exact"
 
 
+@pytest.mark.vectors
 def test_what_follows_a_bounded_restore_is_exact_again(elsewhere: str, tmp_path: Path) -> None:
     """The new term begins with what was loaded, so that a third machine gets the same."""
     marks = {}
