@@ -21,7 +21,7 @@ from adacheck_store.format.errors import (
 )
 from adacheck_store.format.head import ArrayInfo, Head, SealedHead
 from adacheck_store.format.ids import BLOCK_BYTES
-from adacheck_store.format.record import block_nbytes, verify_block
+from adacheck_store.format.record import Block, block_nbytes, verify_block
 from adacheck_store.tiers.base import Tier
 from adacheck_store.tiers.transfer import copy_into
 
@@ -191,6 +191,27 @@ class Want:
             out_at = target[at - begin : min(end, at + count * BLOCK_BYTES) - begin]
             self.fetcher.read_into(self.ref, self.info, index, count, out_at.data)
             index += count
+
+
+class FetchedSource:
+    """A record as a source for a put, whose every block comes from a tier that has it right."""
+
+    def __init__(self, fetcher: Fetcher, ref: RecordRef, key: str = "") -> None:
+        """Reads the head; raises `BlocksLostError`. It is put under ``key``, if that is given."""
+        self.key, self.expected_id = key or ref.key, ref.id
+        self._ref, self._fetcher = ref, fetcher
+        self._sealed = fetcher.head(ref)
+        self.sizes = {info.name: info.nbytes for info in self._sealed.head.arrays}
+
+    def blocks(self) -> Iterator[Block]:
+        """The record's blocks, one at a time; raises `BlocksLostError`."""
+        for info in self._sealed.head.arrays:
+            for index in range(len(info.digests)):
+                yield Block(info.name, index, self._fetcher.read(self._ref, info, index, 1))
+
+    def seal(self) -> SealedHead:
+        """The record's head."""
+        return self._sealed
 
 
 class ArrayReader:

@@ -13,7 +13,7 @@ from adacheck_store.candidates import carry_out
 from adacheck_store.catalog import RecordRef, read_catalog
 from adacheck_store.compact import ReplayedBase
 from adacheck_store.drain import TierSource
-from adacheck_store.fetch import Fetcher
+from adacheck_store.fetch import FetchedSource, Fetcher
 from adacheck_store.format.errors import (
     AdaCheckError,
     RecordNotFoundError,
@@ -21,7 +21,6 @@ from adacheck_store.format.errors import (
     TierReadOnlyError,
     UsageError,
 )
-from adacheck_store.format.head import SealedHead
 from adacheck_store.format.keys import layout_key, manifest_key
 from adacheck_store.format.record import Block
 from adacheck_store.reading import open_layout
@@ -94,7 +93,7 @@ def _compact_part(
     if held is not None:
         return _row(tier, plan, part, "present", held.key, held.nbytes, held.exactness)
     if not part.deltas:
-        source, done = _Fetched(fetcher, part.base), "copied"
+        source, done = FetchedSource(fetcher, part.base), "copied"
     else:
         layout = open_layout(store.tiers, plan.run, part.layout)
         base = ReplayedBase(
@@ -135,26 +134,6 @@ def _refuse_inexact(plan: RestorePlan, part: PartPlan) -> None:
         part=part.part, step=plan.step,
         hint="run it on a machine of the trainer's kind, or with --inexact if there is none",
     )  # fmt: skip
-
-
-class _Fetched:
-    """A base as a source whose every block comes from a tier that has it right."""
-
-    def __init__(self, fetcher: Fetcher, ref: RecordRef) -> None:
-        self._fetcher, self._ref = fetcher, ref
-        self._sealed = fetcher.head(ref)
-        self.key = ref.key
-        self.expected_id = ref.id
-
-    def blocks(self) -> Iterator[Block]:
-        """The base's blocks; raises `BlocksLostError`."""
-        for info in self._sealed.head.arrays:
-            for index in range(len(info.digests)):
-                yield Block(info.name, index, self._fetcher.read(self._ref, info, index, 1))
-
-    def seal(self) -> SealedHead:
-        """The base's head."""
-        return self._sealed
 
 
 class _Watched:

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 from adacheck_store.catalog import Catalog, RecordRef, read_catalog
 from adacheck_store.drain import TierSource, in_batches
-from adacheck_store.fetch import Fetcher
+from adacheck_store.fetch import FetchedSource, Fetcher
 from adacheck_store.format.errors import AdaCheckError, FormatError, RecordNotFoundError
-from adacheck_store.format.head import SealedHead, check_key
+from adacheck_store.format.head import check_key
 from adacheck_store.format.keys import Key, layout_key, manifest_key, parse_key
-from adacheck_store.format.record import Block, verify_block
+from adacheck_store.format.record import verify_block
 from adacheck_store.store import Store
 from adacheck_store.tiers.base import Source, Tier
 from adacheck_store.tiers.lmdb import LmdbTier
@@ -114,7 +114,10 @@ class _Survey:
         error: AdaCheckError | None = None
         for ref in (*refs, *self.by_id[refs[0].id]):
             try:
-                return _Mended(text, self.store.tiers, ref)
+                source = FetchedSource(Fetcher(self.store.tiers), ref, text)
+                for _ in source.blocks():  # read once before anything is put
+                    pass
+                return source
             except AdaCheckError as exc:
                 error = error or exc
         assert error is not None
@@ -148,28 +151,6 @@ class _Survey:
 
 class _StandsError(AdaCheckError):
     """Something that is neither rebuilt nor set aside."""
-
-
-class _Mended:
-    """A record whose every block comes from a tier that has it right; all are read when made."""
-
-    def __init__(self, key: str, tiers: Iterable[Tier], ref: RecordRef) -> None:
-        self.key, self.expected_id = key, ref.id
-        self._ref, self._fetcher = ref, Fetcher(tuple(tiers))
-        self._sealed = self._fetcher.head(ref)
-        self.sizes = {info.name: info.nbytes for info in self._sealed.head.arrays}
-        for _ in self.blocks():
-            pass
-
-    def blocks(self) -> Iterator[Block]:
-        """The record's blocks, one at a time; raises `BlocksLostError`."""
-        for info in self._sealed.head.arrays:
-            for index in range(len(info.digests)):
-                yield Block(info.name, index, self._fetcher.read(self._ref, info, index, 1))
-
-    def seal(self) -> SealedHead:
-        """The record's head."""
-        return self._sealed
 
 
 class _TierRepair:
