@@ -12,7 +12,7 @@ from typing import Any
 from adacheck_store.format.errors import AdaCheckError, FormatError, RecordNotFoundError
 from adacheck_store.format.head import Head, SealedHead, check_key
 from adacheck_store.format.keys import Key, parse_key
-from adacheck_store.format.manifest import Claim, Floor, Manifest, decode_log, decode_manifest
+from adacheck_store.format.manifest import Claim, Floor, Manifest, Tag, decode_log, decode_manifest
 from adacheck_store.tiers.base import Tier
 
 
@@ -88,8 +88,9 @@ class Catalog:
 
     ``bases``, ``deltas`` and ``extras`` map (term, part or rank) to references; ``manifests``
     maps ids, ``layouts`` ids to the tiers that hold them. Records that a tier's floor covers are
-    left out. ``troubles`` lists what could not be read. ``gap_spans`` are gaps told by bases that
-    are no longer among ``bases``: their heads verified, and stay true when their blocks do not.
+    left out. ``tags`` are names of steps. ``troubles`` lists what could not be read. ``gap_spans``
+    are gaps told by bases that are no longer among ``bases``: their heads verified, and stay true
+    when their blocks do not.
     """
 
     run: str
@@ -100,6 +101,7 @@ class Catalog:
     extras: Mapping[tuple[str, str], tuple[RecordRef, ...]] = field(default_factory=dict)
     claims: tuple[Claim, ...] = ()
     floors: Mapping[str, tuple[Floor, ...]] = field(default_factory=dict)
+    tags: tuple[Tag, ...] = ()
     troubles: tuple[Trouble, ...] = ()
     gap_spans: Mapping[tuple[str, str], tuple[tuple[int, int], ...]] = field(default_factory=dict)
 
@@ -194,6 +196,7 @@ class _Builder:
         self.layouts: dict[str, list[str]] = defaultdict(list)
         self.claims: dict[int, Claim] = {}
         self.floors: dict[str, list[Floor]] = defaultdict(list)
+        self.tags: dict[int, Tag] = {}
         self.troubles: list[Trouble] = []
 
     def add_tier(self, tier: Tier) -> None:
@@ -236,6 +239,8 @@ class _Builder:
             return
         if isinstance(entry, Claim):
             self.claims[entry.index] = entry
+        elif isinstance(entry, Tag):
+            self.tags[entry.index] = entry
         else:
             self.floors[tier].append(entry)
 
@@ -257,10 +262,7 @@ class _Builder:
 
     def _below_floor(self, tier: str, head: Head) -> bool:
         step = head.step or 0
-        return any(
-            head.term in floor.terms and step < floor.step and step not in floor.kept
-            for floor in self.floors[tier]
-        )
+        return any(floor.covers(head.term, head.kind, step) for floor in self.floors[tier])
 
     def build(self) -> Catalog:
         """The catalog."""
@@ -285,6 +287,7 @@ class _Builder:
             extras=sort("extra"),
             claims=tuple(self.claims[index] for index in sorted(self.claims)),
             floors={tier: tuple(floors) for tier, floors in self.floors.items()},
+            tags=tuple(self.tags[index] for index in sorted(self.tags)),
             troubles=tuple(self.troubles),
         )
 

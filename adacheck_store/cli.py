@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import json
 import logging
 import sys
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -17,16 +14,11 @@ from adacheck_store.agent.command import agent_verb
 from adacheck_store.format.errors import AdaCheckError
 from adacheck_store.tools.plan_command import plan_verb
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from adacheck_store.store import Store
-    from adacheck_store.tools.rows import Progress
+from .cli_keep import gc_verb, tag_verb
+from .cli_kit import complain, open_url, progress_bar, show_rows, store_options
 
 DEMO = "adacheck_store.demo.command"
 """The module whose ``command`` is the verb ``demo``; loaded when asked for."""
-
-Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class Verbs(click.Group):
@@ -90,93 +82,6 @@ def main() -> None:
     logging.basicConfig(format="%(name)s: %(message)s", stream=sys.stderr)
 
 
-def complain(error: AdaCheckError) -> None:
-    """One line on stderr: what, where, and what to do next; a document on stdout if ``--json``."""
-    context = click.get_current_context(silent=True)
-    line = " ".join(str(error).split())
-    click.echo(f"adacheck-store: {line}", err=True)
-    if context is not None and context.meta.get("json"):
-        from adacheck_store.tools.rows import error_json
-
-        click.echo(json.dumps(error_json(error), ensure_ascii=False))
-
-
-def store_options(run: bool = True) -> Decorator:
-    """The argument and options that every verb over a store has."""
-
-    def decorate(verb: Callable[..., Any]) -> Callable[..., Any]:
-        options = [
-            click.argument("store_url"),
-            click.option("--cache", metavar="FOLDER", help="Where the LMDB tiers lie."),
-            click.option(
-                "--json", "as_json", is_flag=True, callback=_note_json,
-                help="Print one JSON document.",
-            ),
-        ]  # fmt: skip
-        if run:
-            options.append(
-                click.option("--run", default="", help="The run; may be left out if there is one.")
-            )
-        for option in reversed(options):
-            verb = option(verb)
-        return verb
-
-    return decorate
-
-
-def _note_json(context: click.Context, _: click.Parameter, value: bool) -> bool:
-    context.meta["json"] = value
-    return value
-
-
-def open_url(url: str, cache: str | None) -> Store:
-    """The store, open for reading."""
-    from adacheck_store.store import open_for_reading
-
-    return open_for_reading(url, cache)
-
-
-def console() -> Console:
-    """Where tables go: wide enough for keys where nobody watches."""
-    from rich.console import Console
-
-    wide = None if sys.stdout.isatty() else 200
-    return Console(width=wide, highlight=False, soft_wrap=wide is not None)
-
-
-@contextlib.contextmanager
-def progress_bar() -> Iterator[Progress]:
-    """A progress bar on stderr if that is a terminal, else nothing."""
-    from rich import progress as bars
-    from rich.console import Console
-
-    from adacheck_store.tools.rows import silent
-
-    stderr = Console(stderr=True)
-    if not stderr.is_terminal:
-        yield silent
-        return
-    columns = (bars.TextColumn("{task.description}"), bars.BarColumn(), bars.DownloadColumn(),
-               bars.TransferSpeedColumn(), bars.TimeRemainingColumn())  # fmt: skip
-    with bars.Progress(*columns, console=stderr, transient=True) as shown:
-        tasks: dict[str, bars.TaskID] = {}
-
-        def tell(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = shown.add_task(what, total=total or None)
-            shown.update(tasks[what], completed=done)
-
-        yield tell
-
-
-def print_json(store_url: str, rows: list[Any], **more: Any) -> None:
-    """One JSON document with all rows."""
-    from adacheck_store.tools.rows import to_json
-
-    document = {"store": store_url, **more, "rows": [to_json(row) for row in rows]}
-    click.echo(json.dumps(document, ensure_ascii=False))
-
-
 @main.command("ls")
 @store_options()
 def ls_verb(store_url: str, cache: str | None, as_json: bool, run: str) -> None:
@@ -184,7 +89,7 @@ def ls_verb(store_url: str, cache: str | None, as_json: bool, run: str) -> None:
     from adacheck_store.tools.ls import ls
 
     with open_url(store_url, cache) as store:
-        _show_rows("ls", store_url, list(ls(store, run)), as_json)
+        show_rows("ls", store_url, list(ls(store, run)), as_json)
 
 
 @main.command("log")
@@ -194,7 +99,7 @@ def log_verb(store_url: str, cache: str | None, as_json: bool, run: str) -> None
     from adacheck_store.tools.log import log
 
     with open_url(store_url, cache) as store:
-        _show_rows("log", store_url, list(log(store, run)), as_json)
+        show_rows("log", store_url, list(log(store, run)), as_json)
 
 
 @main.command("show")
@@ -205,7 +110,7 @@ def show_verb(store_url: str, cache: str | None, as_json: bool, run: str, what: 
     from adacheck_store.tools.show import show
 
     with open_url(store_url, cache) as store:
-        _show_rows("show", store_url, list(show(store, what, run)), as_json)
+        show_rows("show", store_url, list(show(store, what, run)), as_json)
 
 
 @main.command("status")
@@ -215,7 +120,7 @@ def status_verb(store_url: str, cache: str | None, as_json: bool, run: str) -> N
     from adacheck_store.tools.status import status
 
     with open_url(store_url, cache) as store:
-        _show_rows("status", store_url, list(status(store, run)), as_json)
+        show_rows("status", store_url, list(status(store, run)), as_json)
 
 
 @main.command("fsck")
@@ -248,7 +153,7 @@ def fsck_verb(
     code = exit_code(row for row in rows if isinstance(row, Finding))
     if repaired and code == CLEAN:
         code = REPAIRED if set(repaired) == {REBUILT} else DAMAGED
-    _show_rows("findings", store_url, rows, as_json, exit_code=code)
+    show_rows("findings", store_url, rows, as_json, exit_code=code)
     ctx.exit(code)
 
 
@@ -268,7 +173,7 @@ def drill_verb(
     with open_url(store_url, cache) as store, progress_bar() as tell:
         rows = list(drill(store, run, seed=seed, progress=tell))
     code = exit_code(rows)
-    _show_rows("drill", store_url, rows, as_json, exit_code=code)
+    show_rows("drill", store_url, rows, as_json, exit_code=code)
     ctx.exit(code)
 
 
@@ -287,7 +192,7 @@ def doctor_verb(
 
     rows = list(doctor(store_url, cache, write=not read_only))
     code = exit_code(rows)
-    _show_rows("doctor", store_url, rows, as_json, exit_code=code)
+    show_rows("doctor", store_url, rows, as_json, exit_code=code)
     ctx.exit(code)
 
 
@@ -303,7 +208,7 @@ def compact_verb(
 
     with open_url(store_url, cache) as store, progress_bar() as tell:
         rows = list(compact(store, run, to=step, inexact=inexact, progress=tell))
-    _show_rows("compact", store_url, rows, as_json)
+    show_rows("compact", store_url, rows, as_json)
 
 
 @main.command("restore")
@@ -322,7 +227,7 @@ def restore_verb(
 
     with open_url(store_url, cache) as store, progress_bar() as tell:
         row = restore(store, file, run, step=step, term=term, rank=rank, force=force, progress=tell)
-    _show_rows("restored", store_url, [row], as_json)
+    show_rows("restored", store_url, [row], as_json)
 
 
 @main.command("export")
@@ -345,21 +250,10 @@ def export_verb(
     choice = Choice(run=run, step=step, term=term, rank=rank)
     with open_url(store_url, cache) as store, progress_bar() as tell:
         row = export(store, target, form, choice, progress=tell)
-    _show_rows("restored", store_url, [row], as_json)
+    show_rows("restored", store_url, [row], as_json)
 
 
 main.add_command(agent_verb)
+main.add_command(gc_verb)
 main.add_command(plan_verb)
-
-
-def _show_rows(kind: str, url: str, rows: list[Any], as_json: bool, **more: Any) -> None:
-    if as_json:
-        print_json(url, rows, **more)
-        return
-    from adacheck_store.tools import tables
-
-    out = console()
-    if kind == "restored":
-        tables.print_restored(out, rows[0])
-    else:
-        getattr(tables, f"print_{kind}")(out, rows)
+main.add_command(tag_verb)

@@ -15,6 +15,8 @@ from adacheck_store.format.bodies import BOUNDED_STEPS
 from adacheck_store.format.errors import UsageError
 from adacheck_store.tiers import failpoints
 
+from .policy import Retention
+
 POLICIES = ("lossless", "bf16")
 RESUMES = ("auto", "must", "never")
 REDUNDANCIES = ("auto", "off")
@@ -29,7 +31,8 @@ class Settings:
     steps between replayed bases. ``full_every``: steps between captured bases where updates cannot
     be folded (class ``unsupported``). ``object_lag`` and ``object_lag_s``: how far, in steps and in
     seconds, the object tier may stay behind. ``keep_bases``: bases a tier keeps, with what
-    follows. ``bounded_every``: steps between captured bases where folds here have another
+    follows. ``retention``: which steps the far tier keeps besides (None: tagged ones, and what the
+    last floor kept). ``bounded_every``: steps between captured bases where folds here have another
     arithmetic than the trainer (class ``bounded``), at most 256. ``max_drift``: the largest
     difference of any number of the state that such a fold may have, in that number's own unit.
     ``stall_timeout_s``: how long a step waits at W before training goes on exposed.
@@ -50,6 +53,7 @@ class Settings:
     object_lag: int = 64
     object_lag_s: float = 60.0
     keep_bases: int = 2
+    retention: Retention | None = None
     bounded_every: int = BOUNDED_STEPS
     max_drift: float = 1e-3
     stall_timeout_s: float = 30.0
@@ -81,6 +85,8 @@ class Settings:
         if type(self.bounded_every) is not int or not 1 <= self.bounded_every <= BOUNDED_STEPS:
             hint = f"an integer from 1 to {BOUNDED_STEPS}"
             raise UsageError(f"bounded_every={self.bounded_every!r}", hint=hint)
+        if not isinstance(self.retention, Retention | None):
+            raise UsageError(f"keep={self.retention!r:.200}", hint="how many, or a Retention")
         for name in ("max_drift", "sigterm_grace_s"):
             value = getattr(self, name)
             if not isinstance(value, int | float) or not value >= 0:

@@ -99,6 +99,7 @@ class Pruner:
         floor, doomed = raise_floor(
             tier, self._run, self._settings.keep_bases, cap=cap, current=current,
             put=lambda choice: self._put_floor(tier, choice), own=self._own if near else None,
+            retention=None if near else self._settings.retention,
         )  # fmt: skip
         if near:
             progress.near_floor = floor
@@ -118,7 +119,7 @@ class Pruner:
         return not live and bool(
             put_floor(
                 tier, self._run, term=str(self._term), terms=choice.terms, step=choice.step,
-                kept=(), ignore=dead,
+                kept=tuple(choice.kept), ignore=dead,
             )
         )  # fmt: skip
 

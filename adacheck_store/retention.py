@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from adacheck_store.format.errors import AdaCheckError
+from adacheck_store.format.bodies import decode_extra
+from adacheck_store.format.canonical import Scalar
+from adacheck_store.format.errors import (
+    AdaCheckError,
+    FormatError,
+    RecordNotFoundError,
+    UnsupportedError,
+)
 from adacheck_store.format.keys import parse_key
 from adacheck_store.format.manifest import Floor
 from adacheck_store.tiers.base import Tier
+from adacheck_store.tiers.zarr import ZarrTier
 
+from .arrays import tensor_of
 from .catalog import Catalog, RecordRef, read_catalog
-from .fetch import ArrayReader, Fetcher
+from .drain import TierSource
+from .fetch import ArrayReader, BlocksLostError, Fetcher
+from .policy import Facts, Retention, chosen
 from .recovery import Prover, RestorePlan, tolerant_line
 from .terms import read_log
 
@@ -21,11 +32,38 @@ class FloorChoice:
     """A floor a tier can bear: the step, and the terms of the line it speaks for.
 
     ``bases`` are the bases of that step, one per part, to be read back before it is written.
+    ``kept`` are the steps that stay below it, with the rules that keep them.
     """
 
     step: int
     terms: tuple[str, ...]
     bases: tuple[RecordRef, ...]
+    kept: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+
+    def floor(self, tier: str, run: str) -> Floor:
+        """The floor as it would be written, of no place in the log."""
+        return Floor(
+            run=run, term=self.terms[-1], index=0, tier=tier, terms=self.terms, step=self.step,
+            kept=tuple(self.kept),
+        )  # fmt: skip
+
+
+def standing(catalog: Catalog) -> tuple[tuple[str, ...], list[RestorePlan]]:
+    """The terms of the line, and the steps that stand by themselves in a tier, newest first.
+
+    ``catalog`` is of that tier alone. At such a step every part has a base there, and every extra
+    is provable and refers to none before.
+    """
+    if catalog.empty:
+        return (), []
+    line = tolerant_line(catalog)
+    prover = Prover(catalog, line)
+    found: list[RestorePlan] = []
+    for step in _base_steps(catalog, {segment.term for segment in line}):
+        plan = prover.prove(step)
+        if isinstance(plan, RestorePlan) and all(not part.deltas for part in plan.parts):
+            found.append(plan)
+    return tuple(segment.term for segment in line), found
 
 
 def choose_floor(
@@ -36,29 +74,117 @@ def choose_floor(
     ``catalog`` is of that tier alone. It is the newest step at which every part has a base in
     the tier, every part and extra is provable there, at least ``keep_bases`` such steps (this one
     included) exist, and no later extra refers below it. ``not_above`` caps it (for instance at
-    what a lower tier has received).
+    what a lower tier has received). It is not below a floor that the tier has.
     """
-    if catalog.empty:
+    return _choose(catalog, *standing(catalog), keep_bases, not_above)
+
+
+def _choose(
+    catalog: Catalog, terms: tuple[str, ...], plans: Sequence[RestorePlan], keep_bases: int,
+    not_above: int | None,
+) -> FloorChoice | None:  # fmt: skip
+    lowest = max((floor.step for floor in _floors(catalog, terms)), default=0)
+    above = [plan for plan in plans if plan.step >= lowest]
+    for plan in above[keep_bases - 1 :]:
+        if not_above is None or plan.step <= not_above:
+            if not _refers_below(catalog, plan.step):
+                bases = tuple(part.base for part in plan.parts)
+                return FloorChoice(step=plan.step, terms=terms, bases=bases)
+    return None
+
+
+def _floors(catalog: Catalog, terms: Collection[str]) -> list[Floor]:
+    found = [floor for floors in catalog.floors.values() for floor in floors]
+    return [floor for floor in found if not set(terms).isdisjoint(floor.terms)]
+
+
+def plan_floor(
+    tier: Tier, run: str, keep_bases: int, *, cap: int | None, current: int = -1,
+    own: tuple[Collection[str], Collection[str]] | None = None, retention: Retention | None = None,
+) -> FloorChoice | None:  # fmt: skip
+    """A floor that a tier can bear above ``current``, its bases and those kept below it read back.
+
+    ``own`` are the parts and the ranks that the tier is to prove, where they are not all. Below the
+    floor stay tagged steps and what ``retention`` says; without one, what the last floor kept.
+    """
+    catalog = tier_catalog(tier, run)
+    catalog = catalog if own is None else catalog.only(*own)
+    terms, plans = standing(catalog)
+    choice = _choose(catalog, terms, plans, keep_bases, cap)
+    if choice is None or choice.step <= current:
         return None
-    line = tolerant_line(catalog)
-    prover = Prover(catalog, line)
-    found: list[tuple[int, RestorePlan]] = []
-    for step in _base_steps(catalog, {segment.term for segment in line}):
-        plan = prover.prove(step)
-        if isinstance(plan, RestorePlan) and all(not part.deltas for part in plan.parts):
-            found.append((step, plan))
-    capped = [
-        (step, plan)
-        for step, plan in found[keep_bases - 1 :]
-        if (not_above is None or step <= not_above) and not _refers_below(catalog, step)
-    ]
-    if not capped:
+    read_back(tier, choice.bases)
+    before = {step for floor in _floors(catalog, terms) for step in floor.kept}
+    plans = [plan for plan in plans if plan.step < choice.step]
+    bad: set[int] = set()
+    while True:
+        left = [plan for plan in plans if plan.step not in bad]
+        kept = _kept(tier, catalog, choice, left, retention)
+        fresh = [plan for plan in left if plan.step in kept and plan.step not in before]
+        worse = {plan.step for plan in fresh if not _verifies(tier, plan)}
+        if not worse:
+            return replace(choice, kept=kept)
+        bad |= worse  # what does not verify keeps nothing: another step of its stretch may
+
+
+def _kept(
+    tier: Tier, catalog: Catalog, choice: FloorChoice, plans: Sequence[RestorePlan],
+    retention: Retention | None,
+) -> dict[int, tuple[str, ...]]:  # fmt: skip
+    """Steps below a floor that stay, and why."""
+    found: dict[int, tuple[str, ...]] = {}
+    if retention is None:
+        held = {step for floor in _floors(catalog, choice.terms) for step in floor.kept}
+        found = {plan.step: ("kept",) for plan in plans if plan.step in held}
+    elif plans:
+        found = chosen(retention, facts_of(tier, plans, retention))
+    for tag in catalog.tags:
+        if tag.term in choice.terms and tag.step < choice.step:
+            found[tag.step] = (*found.get(tag.step, ()), f"tag {tag.name}")
+    return dict(sorted(found.items()))
+
+
+def facts_of(tier: Tier, plans: Sequence[RestorePlan], retention: Retention) -> list[Facts]:
+    """What a policy asks of steps; raises `UnsupportedError` where the tier has no clock."""
+    times: dict[str, float] = {}
+    if retention.every_s:
+        if not isinstance(tier, ZarrTier):
+            raise UnsupportedError(
+                f"tier {tier.traits.name} keeps no time, by which steps could be kept",
+                hint="leave every_s out",
+            )
+        times = tier.times(f"{plans[0].run}/")
+    found = []
+    for plan in plans:
+        known = [times[part.base.key] for part in plan.parts if part.base.key in times]
+        value = _number(tier, plan, retention.best) if retention.best else None
+        found.append(Facts(step=plan.step, time_s=max(known, default=None), value=value))
+    return found
+
+
+def _number(tier: Tier, plan: RestorePlan, path: str) -> float | None:
+    """The number at a path into what rank 0 tracks at a step; None if there is none."""
+    refs = plan.extras.get(min(plan.extras, default=""))
+    if not refs:
         return None
-    step, plan = capped[0]
-    return FloorChoice(
-        step=step, terms=tuple(segment.term for segment in line),
-        bases=tuple(part.base for part in plan.parts),
-    )  # fmt: skip
+    try:
+        value: object = decode_extra(tier.head(refs[0].key).head).tree.get("tracked")
+    except (FormatError, RecordNotFoundError):
+        return None
+    for word in path.split("/"):
+        value = value.get(word) if isinstance(value, Mapping) else None
+    if isinstance(value, Scalar):
+        value = tensor_of(value).item()
+    return float(value) if type(value) in (int, float) else None  # type: ignore[arg-type]
+
+
+def _verifies(tier: Tier, plan: RestorePlan) -> bool:
+    extras = [ref for refs in plan.extras.values() for ref in refs]
+    try:
+        read_back(tier, [*(part.base for part in plan.parts), *extras])
+    except (FormatError, RecordNotFoundError, BlocksLostError):
+        return False
+    return True
 
 
 def _base_steps(catalog: Catalog, terms: set[str]) -> list[int]:
@@ -76,7 +202,7 @@ def _refers_below(catalog: Catalog, step: int) -> bool:
 
 
 def read_back(tier: Tier, bases: Iterable[RecordRef]) -> None:
-    """Read every block of the bases from the tier and verify it; raises what is wrong."""
+    """Read every block of some records from the tier and verify it; raises what is wrong."""
     fetcher = Fetcher([tier])
     for ref in bases:
         reader = ArrayReader(fetcher, ref)
@@ -92,10 +218,7 @@ def below(keys: Iterable[str], floors: Sequence[Floor]) -> list[str]:
         key = parse_key(text)
         if key.kind not in ("base", "delta", "extra"):
             continue
-        if any(
-            key.term in floor.terms and key.step < floor.step and key.step not in floor.kept
-            for floor in floors
-        ):
+        if any(floor.covers(key.term, key.kind, key.step) for floor in floors):
             doomed.append(text)
     return doomed
 
@@ -120,18 +243,30 @@ def floor_of(tier: Tier, run: str, term: str) -> int:
 def raise_floor(
     tier: Tier, run: str, keep_bases: int, *, cap: int | None, current: int,
     put: Callable[[FloorChoice], bool], own: tuple[Collection[str], Collection[str]] | None = None,
+    retention: Retention | None = None,
 ) -> tuple[int, list[str]]:  # fmt: skip
     """A higher floor for a tier if it can bear one: its step, and the keys that may now go.
 
-    ``own`` are the parts and the ranks that the tier is to prove, where they are not all. The
-    floor's bases are read back before ``put`` writes it; ``put`` may refuse.
+    `plan_floor` chooses it and reads its bases back before ``put`` writes it; ``put`` may refuse.
     """
-    catalog = tier_catalog(tier, run)
-    choice = choose_floor(catalog if own is None else catalog.only(*own), keep_bases, cap)
-    if choice is None or choice.step <= current:
+    choice = plan_floor(
+        tier, run, keep_bases, cap=cap, current=current, own=own, retention=retention
+    )
+    if choice is None:
         return current, []
-    read_back(tier, choice.bases)
+    detach(tier, run, choice)
     if not put(choice):
         return current, []
     floors = [entry for entry in read_log(tier, run) if isinstance(entry, Floor)]
     return choice.step, below(tier.list(f"{run}/"), floors)
+
+
+def detach(tier: Tier, run: str, choice: FloorChoice) -> None:
+    """Give the extras of steps that are kept packs of their own: a pack goes only as a whole."""
+    if not tier.traits.packs or not choice.kept:
+        return
+    for text in list(tier.list(f"{run}/")):
+        key = parse_key(text)
+        if key.kind == "extra" and key.step in choice.kept and key.term in choice.terms:
+            tier.put([TierSource(tier, text)])
+    tier.sync()

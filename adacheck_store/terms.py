@@ -15,9 +15,10 @@ from adacheck_store.format.errors import (
     RecordNotFoundError,
     TermError,
     TierError,
+    UsageError,
 )
 from adacheck_store.format.keys import Term, log_key, new_term, parse_key
-from adacheck_store.format.manifest import Claim, Floor, decode_log
+from adacheck_store.format.manifest import Claim, Entry, Floor, Tag, decode_log
 from adacheck_store.format.record import Record
 from adacheck_store.tiers.base import RecordSource, Tier
 
@@ -32,20 +33,20 @@ CLAIM_S = 600.0
 """How long a claim without manifest keeps older terms from deleting."""
 
 
-def read_log(tier: Tier, run: str) -> list[Claim | Floor]:
+def read_log(tier: Tier, run: str) -> list[Entry]:
     """The run's log in a tier, oldest first, without entries that are damaged."""
     return _read_log(tier, run)[0]
 
 
-def _read_log(tier: Tier, run: str) -> tuple[list[Claim | Floor], int]:
+def _read_log(tier: Tier, run: str) -> tuple[list[Entry], int]:
     """The log's readable entries, and how many are damaged."""
-    entries: list[Claim | Floor] = []
+    entries: list[Entry] = []
     damaged = 0
     for text in tier.list(f"{run}/log/"):
         try:
             entries.append(decode_log(tier.head(text).head))
         except RecordNotFoundError:
-            continue  # a superseded floor, deleted since it was listed
+            continue  # a superseded floor, or a tag, deleted since it was listed
         except FormatError as error:
             log.warning("damaged log entry: %s", error.at(tier=tier.traits.name, key=text))
             damaged += 1
@@ -57,9 +58,7 @@ def _last_index(tier: Tier, run: str) -> int:
     return max((parse_key(text).step for text in tier.list(f"{run}/log/")), default=0)
 
 
-def _append(
-    tier: Tier, run: str, make: Callable[[int], Claim | Floor | None]
-) -> Claim | Floor | None:
+def _append(tier: Tier, run: str, make: Callable[[int], Entry | None]) -> Entry | None:
     """Put an entry at the next free index; a taken one is passed over. None if ``make`` gave up."""
     for _ in range(MAX_ATTEMPTS):
         index = _last_index(tier, run) + 1
@@ -114,7 +113,7 @@ def put_floor(
     """Write a floor for a tier into that tier's log, synced; older floors it covers go.
 
     None if the log has a newer claim (but those to ``ignore``): its owner may be restoring from
-    what lies below.
+    what lies below; and if it has a tag for a step that the floor covers.
     """
     name = tier.traits.name
     dead = set(ignore)
@@ -122,7 +121,9 @@ def put_floor(
     def make(index: int) -> Floor | None:
         if set(newer_claims(tier, run, Term.parse(term))) - dead:
             return None
-        return Floor(run=run, term=term, index=index, tier=name, terms=terms, step=step, kept=kept)
+        floor = Floor(run=run, term=term, index=index, tier=name, terms=terms, step=step, kept=kept)
+        tags = [entry for entry in read_log(tier, run) if isinstance(entry, Tag)]
+        return None if any(floor.covers(tag.term, "base", tag.step) for tag in tags) else floor
 
     floor = _append(tier, run, make)
     if floor is None:
@@ -132,10 +133,45 @@ def put_floor(
         str(log_key(run, old.index))
         for old in read_log(tier, run)
         if isinstance(old, Floor) and old.index < floor.index
-        and set(old.terms) <= set(terms) and old.step <= step and set(old.kept) <= set(kept)
+        and set(old.terms) <= set(terms) and old.step <= step
+        and {below for below in kept if below < old.step} <= set(old.kept)
     ]  # fmt: skip
     tier.delete(covered)
     return floor
+
+
+def put_tag(tier: Tier, run: str, *, term: str, name: str, step: int) -> Tag:
+    """Give a step of a term (or of its ancestors) a name, synced; no later floor covers the step.
+
+    A floor and a tag that come at the same time see each other: an entry of the log is made from
+    all that stand before it. Raises `UsageError` if the name is taken, or the step already gone.
+    """
+
+    def make(index: int) -> Tag:
+        for entry in read_log(tier, run):
+            if isinstance(entry, Tag) and entry.name == name:
+                raise UsageError(
+                    f"the tag {name!r} stands, for step {entry.step}", run=run, step=step,
+                    hint="choose another name, or remove it first",
+                )  # fmt: skip
+            if isinstance(entry, Floor) and entry.covers(term, "base", step):
+                raise UsageError(
+                    f"the step lies below the floor of tier {tier.traits.name}, step {entry.step}",
+                    run=run, step=step, hint="what is below a floor is about to be deleted",
+                )  # fmt: skip
+        return Tag(run=run, term=term, index=index, name=name, step=step)
+
+    tag = _append(tier, run, make)
+    assert isinstance(tag, Tag)
+    return tag
+
+
+def remove_tag(tier: Tier, run: str, name: str) -> list[Tag]:
+    """Take a tag back; the next floor may pass its step. Empty if there is none of that name."""
+    found = [tag for tag in read_log(tier, run) if isinstance(tag, Tag) and tag.name == name]
+    tier.delete([str(log_key(run, tag.index)) for tag in found])
+    tier.sync()
+    return found
 
 
 def newer_claims(tier: Tier, run: str, term: Term) -> list[str]:

@@ -15,7 +15,8 @@ from .keys import MAX_STEP, Key, is_part, is_rank, is_run, is_term
 
 FORMAT = "adacheck"
 VERSION = 1
-KINDS = ("manifest", "layout", "base", "delta", "extra", "claim", "floor")
+KINDS = ("manifest", "layout", "base", "delta", "extra", "claim", "floor", "tag")
+LOG_KINDS = ("claim", "floor", "tag")
 FEATURES: frozenset[str] = frozenset()
 """Names this version understands in ``requires``."""
 
@@ -31,9 +32,9 @@ MAX_NAME = 200
 _RESERVED_WORDS = frozenset({"zarr.json"})
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _LINKED = {
-    "parent": ({"manifest", "layout", "extra", "claim", "floor"}, {"manifest", "base", "delta"}),
-    "manifest": ({"manifest", "layout", "claim", "floor"}, {"base", "delta", "extra"}),
-    "layout": ({"manifest", "layout", "extra", "claim", "floor"}, {"base", "delta"}),
+    "parent": ({"manifest", "layout", "extra", *LOG_KINDS}, {"manifest", "base", "delta"}),
+    "manifest": ({"manifest", "layout", *LOG_KINDS}, {"base", "delta", "extra"}),
+    "layout": ({"manifest", "layout", "extra", *LOG_KINDS}, {"base", "delta"}),
 }
 """Link field -> kinds in which it is empty, kinds in which it is an id."""
 
@@ -288,7 +289,7 @@ def _check_links(head: Head) -> None:
 
 
 def _check_place(head: Head) -> None:
-    """Which of term, part and step a kind has (for a claim or floor, step is the log index)."""
+    """Which of term, part and step a kind has (of the log's kinds, step is the index)."""
     kind, step = head.kind, head.step
     if kind == "layout":
         right = head.term == "" and head.part == "" and step is None
@@ -347,7 +348,7 @@ def check_key(key: Key, head: Head, record_id: str = "") -> None:
 
     A layout can be checked only if its ``record_id`` is given.
     """
-    kind = "log" if head.kind in ("claim", "floor") else head.kind
+    kind = "log" if head.kind in LOG_KINDS else head.kind
     same = (key.run, key.kind) == (head.run, kind)
     if kind == "log":
         same = same and key.step == head.step

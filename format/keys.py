@@ -2,7 +2,7 @@
 
 ::
 
-    <run>/log/<index:12>                                  claim, floor
+    <run>/log/<index:12>                                  claim, floor, tag
     <run>/layout/<id>
     <run>/<term>/manifest/<step:12>
     <run>/<term>/<part>/base/<step:12>-<token>

@@ -10,7 +10,7 @@ from . import strict
 from .errors import MalformedError
 from .head import Head, SealedHead
 from .ids import check_id
-from .keys import MAX_STEP, is_part, is_rank, is_term
+from .keys import MAX_STEP, is_part, is_rank, is_run, is_term
 from .redundancy import Redundancy, decode_redundancy
 
 
@@ -167,7 +167,10 @@ class Claim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Floor:
-    """What tier ``tier`` may have deleted of ``terms``: everything below ``step`` but ``kept``."""
+    """What tier ``tier`` may have deleted of ``terms``: everything below ``step`` but ``kept``.
+
+    Of the steps kept it keeps bases and extras.
+    """
 
     run: str
     term: str
@@ -176,6 +179,11 @@ class Floor:
     terms: tuple[str, ...]
     step: int
     kept: tuple[int, ...] = ()
+
+    def covers(self, term: str, kind: str, step: int) -> bool:
+        """Whether a record may be gone; of the steps kept, bases and extras may not."""
+        below = term in self.terms and step < self.step
+        return below and (kind == "delta" or step not in self.kept)
 
     def seal(self, info: Mapping[str, Any] | None = None) -> SealedHead:
         """The floor's record."""
@@ -188,8 +196,32 @@ class Floor:
         return SealedHead.seal(head, info)
 
 
-def decode_log(head: Head) -> Claim | Floor:
-    """A claim or floor from its head; raises `MalformedError` (rule ``log``)."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tag:
+    """A name for a step of ``term`` and its ancestors: no floor of the tier covers the step."""
+
+    run: str
+    term: str
+    index: int
+    name: str
+    step: int
+
+    def seal(self, info: Mapping[str, Any] | None = None) -> SealedHead:
+        """The tag's record."""
+        body = {"name": self.name, "step": self.step}
+        head = Head(kind="tag", run=self.run, term=self.term, step=self.index, body=body)
+        decode_log(head)
+        return SealedHead.seal(head, info)
+
+
+Entry = Claim | Floor | Tag
+"""What may lie in a run's log."""
+
+
+def decode_log(head: Head) -> Entry:
+    """An entry of the log from its head; raises `MalformedError` (rule ``log``)."""
+    if head.kind == "tag":
+        return _decode_tag(head)
     if head.kind == "claim":
         try:
             excuse = strict.text(head.body["excuse"]) if "excuse" in head.body else ""
@@ -211,6 +243,20 @@ def decode_log(head: Head) -> Claim | Floor:
     except (TypeError, ValueError) as exc:
         raise MalformedError(f"not a floor: {exc}"[:300], rule="log") from exc
     return floor
+
+
+def _decode_tag(head: Head) -> Tag:
+    try:
+        body = strict.fields(head.body, "name", "step")
+        tag = Tag(
+            run=head.run, term=head.term, index=head.step or 0, name=strict.text(body["name"]),
+            step=strict.count(body["step"]),
+        )  # fmt: skip
+        if not is_run(tag.name) or tag.step > MAX_STEP:
+            raise ValueError(f"name {tag.name[:40]!r} or step {tag.step}")
+    except (TypeError, ValueError) as exc:
+        raise MalformedError(f"not a tag: {exc}"[:300], rule="log") from exc
+    return tag
 
 
 def _check_floor(floor: Floor) -> None:

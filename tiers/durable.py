@@ -43,6 +43,13 @@ def link(
     return True
 
 
+def unlink(name: str, point: str, *, folder: int) -> None:
+    """Take a file's name away; ``folder`` is the descriptor of the folder it lies in."""
+    failpoints.hit(f"{point}.before")
+    os.unlink(name, dir_fd=folder)
+    failpoints.hit(f"{point}.after")
+
+
 def write_all(fd: int, buffers: list[memoryview]) -> None:
     """Write buffers one after another, however short single writes are.
 

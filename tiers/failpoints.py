@@ -26,6 +26,7 @@ POINTS = (
     "local.file.fsync",
     "local.rename",
     "local.link",
+    "local.unlink",
     "local.folder.fsync",
 )
 """Steps that have a failpoint on either side, ``<step>.before`` and ``<step>.after``."""

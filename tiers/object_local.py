@@ -6,6 +6,7 @@ import errno
 import os
 import secrets
 import stat
+import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -138,6 +139,22 @@ class LocalObjects:
         parts = self._parts(prefix.rstrip("/")) if prefix else []
         yield from islice(self._walk(parts), most)
 
+    def dated(self, prefix: str) -> Iterator[tuple[str, float]]:
+        """What `list` gives, each with the file system's time (s) at which it was put."""
+        for name in self.list(prefix):
+            with suppress(FileNotFoundError):
+                path = os.path.join(self.path, *self._parts(name))
+                yield name, os.lstat(path).st_mtime
+
+    def now(self) -> float:
+        """The file system's clock, as a new file without a name has it; where none can be made
+        this machine's."""
+        try:
+            with tempfile.TemporaryFile(dir=self.path) as file:
+                return os.fstat(file.fileno()).st_mtime
+        except OSError:
+            return time.time()
+
     def _walk(self, parts: Parts) -> Iterator[str]:
         lead = "".join(f"{part}/" for part in parts)
         with self._errors(lead, None):
@@ -172,7 +189,7 @@ class LocalObjects:
             with self._errors(name), suppress(FileNotFoundError):
                 folder = self._folder(parts[:-1])
                 try:
-                    os.unlink(parts[-1], dir_fd=folder)
+                    durable.unlink(parts[-1], "local.unlink", folder=folder)
                 finally:
                     os.close(folder)
                 with self._lock:
@@ -227,31 +244,43 @@ class LocalObjects:
         """None are counted."""
         return {}
 
-    def unfinished(self) -> int:
-        """How many objects were begun and never named."""
-        with self._errors(DRAFTS), suppress(FileNotFoundError):
-            folder = self._folder([DRAFTS])
-            try:
-                return len(os.listdir(folder))
-            finally:
-                os.close(folder)
-        return 0
+    def unfinished(self, age_s: float = 0.0) -> int:
+        """How many objects were begun that long ago and never named."""
+        with self._drafts() as folder:
+            return sum(1 for _ in self._old(folder, age_s))
 
     def sweep(self, age_s: float = _DRAFT_AGE_S) -> int:
         """Remove what writers that died have left half-written; returns how many."""
         count = 0
-        with self._errors(DRAFTS), suppress(FileNotFoundError):
-            folder = self._folder([DRAFTS])
-            try:
-                for name in os.listdir(folder):
-                    with suppress(FileNotFoundError):
-                        status = os.stat(name, dir_fd=folder, follow_symlinks=False)
-                        if status.st_mtime < time.time() - age_s:
-                            os.unlink(name, dir_fd=folder)
-                            count += 1
-            finally:
-                os.close(folder)
+        with self._drafts() as folder:
+            for name in self._old(folder, age_s):
+                with suppress(FileNotFoundError):
+                    durable.unlink(name, "local.unlink", folder=folder)
+                    count += 1
         return count
+
+    @contextmanager
+    def _drafts(self) -> Iterator[int]:
+        """The folder of drafts, opened; a folder that is not there is as an empty one."""
+        with self._errors(DRAFTS):
+            try:
+                folder = self._folder([DRAFTS])
+            except FileNotFoundError:
+                folder = -1
+            try:
+                yield folder
+            finally:
+                if folder >= 0:
+                    os.close(folder)
+
+    def _old(self, folder: int, age_s: float) -> Iterator[str]:
+        """Names of drafts that are that old by the file system's clock."""
+        now = self.now() if folder >= 0 else 0.0
+        for name in os.listdir(folder) if folder >= 0 else ():
+            with suppress(FileNotFoundError):
+                status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+                if now - status.st_mtime >= age_s:
+                    yield name
 
     def _folder(self, parts: Parts, *, create: bool = False) -> int:
         """Open a folder of the store part by part, so that no link on the way is followed."""

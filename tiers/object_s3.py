@@ -22,7 +22,7 @@ from adacheck_store.format.ids import Buffer
 from .objects import check_name
 from .s3_client import ConflictError, S3Client
 from .s3_errors import ShortReadError
-from .s3_multipart import MULTIPART_BYTES, abandoned, abort, upload
+from .s3_multipart import MULTIPART_BYTES, abandoned, abort, server_time, upload
 from .s3_place import S3Place, parse_s3
 
 TOKEN = "adacheck-put"
@@ -183,7 +183,21 @@ class S3Objects:
             return islice(self._names(prefix, min(most, _LISTED_AT_ONCE)), most)
         return iter(sorted(self._names(prefix, _LISTED_AT_ONCE)))
 
+    def dated(self, prefix: str) -> Iterator[tuple[str, float]]:
+        """What `list` gives, each with the server's time (s) at which it was put."""
+        if prefix:
+            check_name(prefix.rstrip("/"))
+        return iter(sorted(self._items(prefix, _LISTED_AT_ONCE)))
+
+    def now(self) -> float:
+        """The server's clock: the date of a reply."""
+        page = self._page({"Bucket": self.place.bucket, "Prefix": self.place.key(""), "MaxKeys": 1})
+        return server_time(page)
+
     def _names(self, prefix: str, page_size: int) -> Iterator[str]:
+        return (name for name, _ in self._items(prefix, page_size))
+
+    def _items(self, prefix: str, page_size: int) -> Iterator[tuple[str, float]]:
         lead = self.place.key("") if self.place.prefix else ""
         given = {"Bucket": self.place.bucket, "Prefix": lead + prefix, "MaxKeys": page_size}
         more: dict[str, str] = {}
@@ -192,7 +206,7 @@ class S3Objects:
             for item in page.get("Contents", ()):
                 name = item["Key"][len(lead) :]
                 if name and not name.endswith("/"):  # a "folder" that some console has made
-                    yield name
+                    yield name, item["LastModified"].timestamp()
             if not page.get("IsTruncated"):
                 return
             more = {"ContinuationToken": page["NextContinuationToken"]}
@@ -232,9 +246,9 @@ class S3Objects:
                 "on without, if you see to it that no two writers start at once",
             )  # fmt: skip
 
-    def unfinished(self) -> int:
-        """How many uploads in parts were begun below the prefix and not ended."""
-        return sum(1 for _ in abandoned(self._s3, age_s=0.0))
+    def unfinished(self, age_s: float = 0.0) -> int:
+        """How many uploads in parts were begun that long ago below the prefix and not ended."""
+        return sum(1 for _ in abandoned(self._s3, age_s))
 
     def sweep(self, age_s: float = 86_400.0) -> int:
         """Withdraw uploads in parts that are older, by the server's clock; returns how many."""

@@ -66,8 +66,20 @@ class Objects(Protocol):
         """Raise `UnsupportedError` if ``if_absent`` is not heeded; ``name`` is an object."""
         ...
 
-    def unfinished(self) -> int:
-        """How many objects were begun and never named."""
+    def dated(self, prefix: str) -> Iterator[tuple[str, float]]:
+        """What `list` gives, each with the time (s) at which it was put, by the store's clock."""
+        ...
+
+    def now(self) -> float:
+        """The store's clock, in seconds: not this machine's, which may be wrong."""
+        ...
+
+    def unfinished(self, age_s: float = 0.0) -> int:
+        """How many objects were begun that long ago, by the store's clock, and never named."""
+        ...
+
+    def sweep(self, age_s: float = 86_400.0) -> int:
+        """Remove those that are older, by the store's clock; returns how many."""
         ...
 
     def requests(self) -> Mapping[str, int]:

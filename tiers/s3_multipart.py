@@ -80,6 +80,12 @@ def cut(views: Sequence[memoryview], start: int, stop: int) -> Iterator[memoryvi
         at += view.nbytes
 
 
+def server_time(reply: dict[str, Any]) -> float:
+    """When a reply was sent, by the server's clock; without its date nothing is old (0)."""
+    date = reply["ResponseMetadata"]["HTTPHeaders"].get("date", "")
+    return parsedate_to_datetime(date).timestamp() if date else 0.0
+
+
 def abandoned(s3: S3Client, age_s: float) -> Iterator[tuple[str, str]]:
     """Key and number of uploads below the prefix, begun that long ago and not ended."""
     given: dict[str, Any] = {
@@ -87,10 +93,8 @@ def abandoned(s3: S3Client, age_s: float) -> Iterator[tuple[str, str]]:
     }  # fmt: skip
     while True:
         page = s3.call("uploads", given["Prefix"], lambda c: c.list_multipart_uploads(**given))
-        date = page["ResponseMetadata"]["HTTPHeaders"].get("date", "")
         for item in page.get("Uploads", ()):
-            age = (parsedate_to_datetime(date) - item["Initiated"]).total_seconds() if date else 0
-            if age >= age_s:
+            if server_time(page) - item["Initiated"].timestamp() >= age_s:
                 yield item["Key"], item["UploadId"]
         if not page.get("IsTruncated"):
             return

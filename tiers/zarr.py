@@ -134,25 +134,36 @@ class ZarrTier(Tier):
         self.objects.delete(tuple(self.objects.list(f"{key}/")))
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Delete records, heads first; a pack only when all its steps are named."""
+        """Delete records, heads first; a pack only when none of its steps is lost by it."""
+        with self._placed():
+            whole = self.going(keys)
+            self.objects.delete(f"{key}{_TAIL}" for key in whole)
+            for key in whole:
+                self._remove(key)
+                self._shelf.drop(key)
+                self._forget_group(str(key))
+                if key.kind == "pack":
+                    self._shelf.forget(place_of(key))
+            self._links.forget()
+
+    def going(self, keys: Iterable[str]) -> list[Key]:
+        """Keys of the records and packs that `delete` deletes.
+
+        Of a pack each step must be named, or lie in a pack of its own that stays.
+        """
         with self._placed():
             parsed = [parse_key(key) for key in keys if is_key(key)]
             stepped = [key for key in parsed if key.kind in ("delta", "extra")]
             whole = [key for key in parsed if key.kind not in ("delta", "extra", "pack")]
             for place, named in groupby(sorted(stepped, key=place_of), key=place_of):
                 steps = {key.step for key in named}
+                packs = self._shelf.listing(place, fresh=True).packs
+                alone = {pack.step for pack in packs if pack.step == pack.last} - steps
                 whole += [
-                    pack
-                    for pack in self._shelf.listing(place, fresh=True).packs
-                    if steps.issuperset(range(pack.step, pack.last + 1))
-                ]
-                self._shelf.forget(place)
-            self.objects.delete(f"{key}{_TAIL}" for key in whole)
-            for key in whole:
-                self._remove(key)
-                self._shelf.drop(key)
-                self._forget_group(str(key))
-            self._links.forget()
+                    pack for pack in packs if pack.step < pack.last or pack.step in steps
+                    if (steps | alone).issuperset(range(pack.step, pack.last + 1))
+                ]  # fmt: skip
+            return whole
 
     def set_aside(self, key: str) -> None:
         """Move what lies at a record's or pack's key below `ASIDE`, where nothing reads it.
@@ -279,6 +290,14 @@ class ZarrTier(Tier):
                 found = tuple(names)
                 if f"{owner}{_TAIL}" not in found and found != (MARKER,):
                     yield from found
+
+    def times(self, prefix: str) -> dict[str, float]:
+        """When each record or pack below a prefix was made, in seconds of the store's clock."""
+        with self._placed():
+            tail = len(_TAIL)
+            dated = self.objects.dated(prefix)
+            return {name[:-tail]: at for name, at in dated
+                    if name.endswith(_TAIL) and is_key(name[:-tail])}  # fmt: skip
 
     def holding(self, key: str) -> tuple[Key, ...]:
         """Keys of the packs whose range has a delta's or extra's step, readable or not."""

@@ -118,8 +118,7 @@ def _compact_part(
 def _refuse_below_floor(tier: Tier, plan: RestorePlan) -> None:
     """A base below the tier's floor would be ignored, and soon deleted."""
     for floor in read_catalog([tier], plan.run).floors.get(tier.traits.name, ()):
-        kept = plan.step >= floor.step or plan.step in floor.kept
-        if plan.term in floor.terms and not kept:
+        if floor.covers(plan.term, "base", plan.step):
             raise UsageError(
                 f"the step lies below the floor of tier {tier.traits.name}, step {floor.step}",
                 run=plan.run, step=plan.step, hint="restore writes it to a file of its own",

@@ -121,9 +121,21 @@ class Harmed:
     def probe(self, name: str) -> None:
         """Nothing is asked of the server."""
 
-    def unfinished(self) -> int:
+    def dated(self, prefix: str) -> Iterator[tuple[str, float]]:
+        """Names of what is left, and when it was put."""
+        return (item for item in self._objects.dated(prefix) if item[0] not in self._gone)
+
+    def now(self) -> float:
         """As below."""
-        return self._objects.unfinished()
+        return self._objects.now()
+
+    def unfinished(self, age_s: float = 0.0) -> int:
+        """As below."""
+        return self._objects.unfinished(age_s)
+
+    def sweep(self, age_s: float = 0.0) -> int:
+        """Refused."""
+        raise TierReadOnlyError("a rehearsal changes nothing", path=self.path)
 
     def requests(self) -> Mapping[str, int]:
         """As below."""

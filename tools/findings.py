@@ -115,6 +115,10 @@ KINDS: dict[str, Kind] = {
     "floor": Kind(
         DAMAGE, "this tier has deleted what its base was to replace", _ALONE, "INV-32"
     ),
+    "tag": Kind(
+        DAMAGE, "a step that was to stay is lost", "remove the tag, and trust no other step by it",
+        "INV-40",
+    ),
     "floor-kept": Kind(DAMAGE, "a step that was to be kept is lost here", _ALONE, "INV-33"),
     "pack": Kind(DAMAGE, _OLDER, _COPY, "INV-34"),
     "below-floor": Kind(INFO, "they are ignored", "none: a writer deletes them", "INV-35"),

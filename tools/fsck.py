@@ -21,6 +21,7 @@ from .fsck_chain import (
     check_holes,
     check_links,
     check_steps,
+    check_tags,
     check_terms,
     provable_alone,
 )
@@ -86,6 +87,7 @@ def check_run(store: Store, run: str, progress: Progress = silent) -> Iterator[F
         yield from check_holes(name, held, bad[name])
     yield from check_drift(sound)
     yield from check_steps(sound)
+    yield from check_tags(store.far.traits.name, sound)
     if len(alone) > 1:
         yield from provable_alone(run, alone)
 

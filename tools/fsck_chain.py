@@ -193,6 +193,18 @@ def check_floors(
             yield finding(kind, plan, tier=tier, key=key)
 
 
+def check_tags(tier: str, catalog: Catalog) -> Iterator[Finding]:
+    """A tagged step can be produced, from all tiers, on the line or on its branch (INV-40)."""
+    for tag in catalog.tags:
+        try:
+            plan = Prover(catalog, line_of(catalog, tag.term)).prove(tag.step)
+        except AdaCheckError as error:
+            plan = error.message
+        if isinstance(plan, str):
+            yield finding("tag", f"tag {tag.name}: {plan}", tier=tier,
+                          key=f"{catalog.run}/log/{tag.index:012d}")  # fmt: skip
+
+
 def check_holes(tier: str, alone: Catalog, bad: set[str]) -> Iterator[Finding]:
     """Steps missing between those a tier holds, above its floors, and a term's first base."""
     for kind, table in (("delta", alone.deltas), ("extra", alone.extras)):

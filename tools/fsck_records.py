@@ -133,10 +133,7 @@ class RecordCheck:
             self.wrong.pop(text, None)
 
     def _is_below(self, key: Key) -> bool:
-        return any(
-            key.term in floor.terms and key.step < floor.step and key.step not in floor.kept
-            for floor in self._floors
-        )
+        return any(floor.covers(key.term, key.kind, key.step) for floor in self._floors)
 
     def _contents(self, key: Key, sealed: SealedHead) -> Iterator[Finding]:
         head, text = sealed.head, str(key)
@@ -148,7 +145,7 @@ class RecordCheck:
                 case "layout":
                     decode_layout(head)
                     self._held_layouts.add(sealed.id)
-                case "claim" | "floor":
+                case "claim" | "floor" | "tag":
                     entry = decode_log(head)
                     if isinstance(entry, Floor):
                         self._floors.append(entry)

@@ -14,6 +14,7 @@ from .compact import CompactRow
 from .doctor import CheckRow
 from .drill import DrillRow
 from .findings import Finding, Provable, exit_code
+from .gc import GcRow
 from .log import FloorRow, TermRow
 from .ls import HoldingRow, RunRow
 from .repair import LEFT, RepairRow
@@ -21,6 +22,7 @@ from .restore import RestoredFile
 from .rows import size
 from .show import RecordRow, StepRow
 from .status import Row, TierRow, TroubleRow
+from .tag import TagRow
 
 _STYLES = {"damage": "bold red", "warning": "yellow", "info": "dim"}
 _FINDINGS_PER_KIND = 10
@@ -303,3 +305,43 @@ def print_compact(console: Console, rows: list[CompactRow]) -> None:
         console.print(f"  {escape(row.key)}")
         for reason in row.reasons[:5]:
             console.print(f"  {escape(reason)}")
+
+
+def print_gc(console: Console, rows: list[GcRow]) -> None:
+    """What went, or would go."""
+    _print(
+        console, _table("Floors", "run", "tier", "step", "kept below", ""),
+        (
+            (r.run, r.tier, r.step, "\n".join(f"{s} {', '.join(w)}" for s, w in r.kept.items()),
+             _done(r))
+            for r in rows if r.what == "floor"
+        ),
+    )  # fmt: skip
+    found = [row for row in rows if row.what != "floor"]
+    _print(
+        console, _table("Garbage", "run", "tier", "what", "count", "bytes", ""),
+        (
+            (r.run or None, r.tier, r.what, r.count, size(r.nbytes) if r.nbytes else None, _done(r))
+            for r in found
+        ),
+    )  # fmt: skip
+    if not found:
+        console.print("nothing to delete")
+    elif not any(row.applied for row in found):
+        console.print("nothing was changed: --apply does it")
+
+
+def _done(row: GcRow) -> str:
+    if row.done in ("left", "stands") or row.applied:
+        return f"{row.done}: {row.why}" if row.why else row.done
+    return f"would be {row.done}"
+
+
+def print_tags(console: Console, rows: list[TagRow]) -> None:
+    """Tags of a run."""
+    _print(
+        console, _table("Tags", "name", "step", "term", "line", "base", ""),
+        ((r.name, r.step, r.term, r.on_line, r.base, r.done) for r in rows),
+    )  # fmt: skip
+    if not rows:
+        console.print("no tags")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -11,6 +12,7 @@ from adacheck_store.agent.crew import Agents
 from adacheck_store.config import Settings
 from adacheck_store.format.errors import UsageError
 from adacheck_store.group import Group, together
+from adacheck_store.policy import Retention
 from adacheck_store.session import RunSession
 
 from .checkpointer import Checkpointer
@@ -35,7 +37,7 @@ def attach(
     base_every: int = 64,
     full_every: int = 64,
     object_lag: int = 64,
-    keep: int = 2,
+    keep: int | Retention = 2,
     start_step: int = 0,
     resume: str = "auto",
     strict: bool = False,
@@ -55,15 +57,15 @@ def attach(
     then `Checkpointer.end_step` is the boundary). ``policy`` is ``lossless``, or ``bf16``:
     gradients are rounded in place before the step, and training consumes what is stored. ``window``
     is how many steps may be in flight, ``base_every`` how often a base is made by folding,
-    ``full_every`` how often the whole state is kept where updates cannot be folded (an optimizer
-    that nobody has proven), ``object_lag`` how many steps the object tier may stay behind, ``keep``
-    how many bases are kept. With ``agents`` the records go to an agent on this node, started if
-    there is none, which outlives this process: it passes them on to ``k`` others, folds, drains and
-    prunes. ``resume`` is ``auto``, ``must`` (an error on a run without history) or ``never``.
-    ``strict`` raises an error of saving at the next boundary. ``lmdb_bytes`` is the LMDB tier's
-    capacity (0: nine tenths of what its disk has; it needs about ``keep`` + 1 whole states and the
-    gradients of ``keep * base_every`` steps; an agent's takes what its disk has). ``names`` names
-    tensors of the optimizer that are not in the model. ``group`` is the ranks of the run: by
+    ``full_every`` how often the whole state is kept where updates cannot be folded (an unproven
+    optimizer), ``object_lag`` how many steps the object tier may stay behind, ``keep`` how many
+    bases are kept, or a `Retention`. With ``agents`` the records go to an agent on this node,
+    started if there is none, which outlives this process: it passes them on to ``k`` others, folds,
+    drains and prunes. ``resume`` is ``auto``, ``must`` (an error on a run without history) or
+    ``never``. ``strict`` raises an error of saving at the next boundary. ``lmdb_bytes`` is the LMDB
+    tier's capacity (0: nine tenths of what its disk has; it needs about ``keep`` + 1 whole states
+    and the gradients of ``keep * base_every`` steps; an agent's takes what its disk has). ``names``
+    names tensors of the optimizer that are not in the model. ``group`` is the ranks of the run: by
     default those of torch.distributed, where it is initialised with more than one process. Then
     every rank attaches, with the same arguments, and `Checkpointer.end_step` is the boundary.
     Where folds here cannot give the trainer's bits (class ``bounded``: training on a GPU) the whole
@@ -84,7 +86,7 @@ def attach(
         _check(agents, lmdb_bytes)
         return Settings(
             policy=policy, window=window, base_every=base_every, full_every=full_every,
-            object_lag=object_lag, keep_bases=keep, start_step=start_step, resume=resume,
+            object_lag=object_lag, **_kept(keep), start_step=start_step, resume=resume,
             strict=strict, lmdb_bytes=lmdb_bytes, bounded_every=bounded_every,
             max_drift=max_drift, k=k, sigterm_grace_s=sigterm_grace_s, max_deaths=max_deaths,
             redundancy="off" if agents is not None else redundancy,
@@ -93,6 +95,13 @@ def attach(
     settings = together(ranks, "arguments of attach", checked)
     held = RunSession.open(store, run, cache=cache, settings=settings, group=ranks, agents=agents)
     return _held(held, lambda: Checkpointer(model, optimizer, held, settings, names, ranks))
+
+
+def _kept(keep: int | Retention) -> dict[str, Any]:
+    """The settings that ``keep`` stands for."""
+    if isinstance(keep, Retention):
+        return {"keep_bases": keep.last, "retention": keep}
+    return {"keep_bases": keep}
 
 
 def _held(session: RunSession, make: Callable[[], Checkpointer]) -> Checkpointer:

@@ -8,6 +8,7 @@ from typing import Any
 
 from adacheck_store.config import Settings
 from adacheck_store.format.errors import MalformedError, PeerRefusedError, UnsupportedError
+from adacheck_store.policy import Retention
 from adacheck_store.tiers.credentials import Credentials
 from adacheck_store.tiers.serve_calls import PeerInfo
 
@@ -132,4 +133,10 @@ def _text(head: Mapping[str, Any], name: str) -> str:
 
 def _settings(said: Mapping[str, Any]) -> Settings:
     known = {item.name for item in dataclasses.fields(Settings)}
-    return Settings(**{name: value for name, value in said.items() if name in known})
+    given = {name: value for name, value in said.items() if name in known}
+    if isinstance(given.get("retention"), Mapping):
+        rules = {item.name for item in dataclasses.fields(Retention)}
+        given["retention"] = Retention(
+            **{name: value for name, value in given["retention"].items() if name in rules}
+        )
+    return Settings(**given)

@@ -110,6 +110,7 @@ class Prunes:
         floor, doomed = raise_floor(
             tier, self._shell.run, self._shell.settings.keep_bases, cap=cap, current=current,
             put=lambda choice: self._put(tier, term, choice), own=own,
+            retention=self._shell.settings.retention if place == FAR else None,
         )  # fmt: skip
         self._floors[term, place] = floor
         if doomed:
@@ -122,8 +123,8 @@ class Prunes:
         assert self._rivals is not None
         live, dead = self._rivals[1].look()
         return not live and not self._shell.core.lease.frozen(time.monotonic()) and bool(
-            put_floor(tier, run, term=term, terms=choice.terms, step=choice.step, kept=(),
-                      ignore=dead)
+            put_floor(tier, run, term=term, terms=choice.terms, step=choice.step,
+                      kept=tuple(choice.kept), ignore=dead)
         )  # fmt: skip
 
     def _bury(self) -> None:

@@ -41,7 +41,8 @@ def _ends_like_the_reference(tmp_path, store, reference, at):
 
 def _often(name: str) -> bool:
     """Passed at every step, not just once or a few times in a run."""
-    return name.rsplit(".", 1)[0] not in ("lmdb.marker", "lmdb.create", "lmdb.page", "lmdb.delete")
+    seldom = ("lmdb.marker", "lmdb.create", "lmdb.page", "lmdb.delete", "local.unlink")
+    return name.rsplit(".", 1)[0] not in seldom
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from adacheck_store.format.errors import UsageError
 from adacheck_store.tiers import failpoints
 
 TIERS = Path(__file__).resolve().parents[2] / "tiers"
-WRAPPERS = {"fsync", "fsync_path", "rename", "link", "write", "delete_pages"}
-OWN = {("durable.py", name) for name in ("fsync", "rename", "link")}
+WRAPPERS = {"fsync", "fsync_path", "rename", "link", "unlink", "write", "delete_pages"}
+OWN = {("durable.py", name) for name in ("fsync", "rename", "link", "unlink")}
 
 
 def functions() -> Iterator[tuple[str, ast.FunctionDef]]:

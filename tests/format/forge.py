@@ -21,6 +21,7 @@ NAMES = sorted(path.stem for path in FOLDER.glob("*.safetensors"))
 DECODERS: dict[str, Callable[[Head], Any]] = {
     "manifest": decode_manifest, "layout": decode_layout, "base": decode_base,
     "delta": decode_delta, "extra": decode_extra, "claim": decode_log, "floor": decode_log,
+    "tag": decode_log,
 }  # fmt: skip
 
 

@@ -268,6 +268,12 @@ MANIFESTS: dict[str, tuple[str, Change, str]] = {
                  *FOUND, "parts"), "manifest"),
     "excuse empty": ("claim-excused", put("", "body", "excuse"), "log"),
     "excuse is a list": ("claim-excused", put(["ended"], "body", "excuse"), "log"),
+    "tag without name": ("tag", drop("body", "name"), "log"),
+    "tag name climbs": ("tag", put("../x", "body", "name"), "log"),
+    "tag name is a list": ("tag", put(["x"], "body", "name"), "log"),
+    "tag negative": ("tag", put(-1, "body", "step"), "log"),
+    "tag true": ("tag", put(True, "body", "step"), "log"),
+    "tag beyond every step": ("tag", put(10**12, "body", "step"), "log"),
     "floor without tier": ("floor", drop("body", "tier"), "log"),
     "floor tier empty": ("floor", put("", "body", "tier"), "log"),
     "floor without terms": ("floor", put([], "body", "terms"), "log"),
@@ -379,6 +385,7 @@ JUNK: list[Json] = [None, True, -1, 2**53, "", "x", "../x", [], [[]], {}, {"$d":
         "manifest-fork",
         "manifest-redundancy",
         "floor",
+        "tag",
         "claim-excused",
     ],
 )
@@ -392,7 +399,7 @@ def test_only_our_errors_leave_a_decoder(name: str) -> None:
                 continue
 
 
-@pytest.mark.parametrize("name", ["delta", "base", "extra", "layout", "manifest", "floor"])
+@pytest.mark.parametrize("name", ["delta", "base", "extra", "layout", "manifest", "tag"])
 def test_decoder_takes_its_own_kind_only(name: str) -> None:
     """A head of another kind is refused before its body is looked at."""
     for kind, decode in DECODERS.items():

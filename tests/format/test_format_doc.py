@@ -159,7 +159,7 @@ def test_key_grammar_is_that_of_the_code(key: keys.Key) -> None:
         if re.fullmatch(pattern, name):
             found.append(row["what lies there"])
     packed = "delta" if key.part.startswith("p") else "extra"
-    kinds = {"log": "claim, floor", "pack": f"pack of {packed}s"}
+    kinds = {"log": "claim, floor, tag", "pack": f"pack of {packed}s"}
     assert found == [kinds.get(key.kind, key.kind)]
 
 

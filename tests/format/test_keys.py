@@ -128,7 +128,7 @@ def key_of(name: str) -> Key:
     sealed = sealed_of(name)
     head = sealed.head
     match head.kind:
-        case "claim" | "floor":
+        case "claim" | "floor" | "tag":
             return keys.log_key(head.run, head.step or 0)
         case "layout":
             return keys.layout_key(head.run, sealed.id)

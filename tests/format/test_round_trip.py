@@ -15,7 +15,7 @@ from adacheck_store.format.errors import MalformedError
 from adacheck_store.format.head import ArrayInfo, Head, SealedHead
 from adacheck_store.format.ids import BLOCK_BYTES, block_digests
 from adacheck_store.format.layout import Layout, Section, Slice, align, whole_box
-from adacheck_store.format.manifest import Claim, Floor, Manifest, PartEntry
+from adacheck_store.format.manifest import Claim, Entry, Floor, Manifest, PartEntry, Tag
 from adacheck_store.format.record import Record, block_nbytes, decode_record, verify_record
 from tests.format.forge import DECODERS, Json
 from tests.format.test_canonical import ATOMS, PLAIN, TEXT, TYPED
@@ -208,9 +208,12 @@ def test_manifest(manifest: Manifest, info: Json) -> None:
     check(Record(manifest.seal(info), {}), manifest)
 
 
-@given(st.builds(Claim, run=RUNS, term=TERMS, index=STEPS) | floors(), INFOS)
-def test_log(entry: Claim | Floor, info: Json) -> None:
-    """Claims and floors come back."""
+TAGS = st.builds(Tag, run=RUNS, term=TERMS, index=STEPS, name=RUNS, step=STEPS)
+
+
+@given(st.builds(Claim, run=RUNS, term=TERMS, index=STEPS) | floors() | TAGS, INFOS)
+def test_log(entry: Entry, info: Json) -> None:
+    """Claims, floors and tags come back."""
     check(Record(entry.seal(info), {}), entry)
 
 

@@ -35,6 +35,7 @@ from adacheck_store.format.manifest import (
     Floor,
     Manifest,
     PartEntry,
+    Tag,
     decode_log,
     decode_manifest,
 )
@@ -281,9 +282,11 @@ def golden() -> dict[str, Golden]:
         run=RUN, term=CHILD, index=7, tier="zarr", terms=(CHILD, TERM), step=64, kept=(10, 20)
     )
     excused = Claim(run=RUN, term=CHILD, index=8, excuse="ended")
+    tag = Tag(run=RUN, term=CHILD, index=9, name="before-lr-drop", step=20)
     found["claim"] = Golden(claim, decode_log, Record(claim.seal(INFO), {}))
     found["claim-excused"] = Golden(excused, decode_log, Record(excused.seal(INFO), {}))
     found["floor"] = Golden(floor, decode_log, Record(floor.seal(INFO), {}))
+    found["tag"] = Golden(tag, decode_log, Record(tag.seal(INFO), {}))
 
     def state(
         kind: str, step: int, body: DeltaBody | BaseBody, arrays: dict[str, tuple[str, bytes]]

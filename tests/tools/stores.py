@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -53,11 +54,16 @@ def load(toy: Toy, restored: Restored) -> None:
             toy.optimizer.state[p] = {"step": step.reshape(()).clone(), **kept}
 
 
-def train(url: str, to: int, *, run: str = RUN, **settings: Any) -> Toy:
-    """Train a run up to a step in a term of its own, and flush."""
+def train(url: str, to: int, *, run: str = RUN, even: bool = False, **settings: Any) -> Toy:
+    """Train a run up to a step in a term of its own, and flush.
+
+    ``even``: with a base at every multiple of ``base_every``, however slow the machine is; else
+    upkeep may be behind and pass some over.
+    """
     chosen = {"base_every": 8, "object_lag": 4, "grace_s": 0.0, **settings}
     session = RunSession.open(url, run, settings=Settings(**chosen))
     toy = make_toy()
+    deadline = time.monotonic() + 120
     try:
         restored = session.restore()
         if restored is not None:
@@ -66,6 +72,11 @@ def train(url: str, to: int, *, run: str = RUN, **settings: Any) -> Toy:
         while toy.step < to:
             toy.train()
             session.append(toy.boundary())
+            while even and toy.step % chosen["base_every"] == 0:
+                if session.status().base >= toy.step:
+                    break
+                assert time.monotonic() < deadline, "no base was made"
+                time.sleep(0.01)
         session.flush(60)
     finally:
         session.close()

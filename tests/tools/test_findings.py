@@ -28,7 +28,7 @@ from adacheck_store.format.keys import (
     log_key,
     manifest_key,
 )
-from adacheck_store.format.manifest import Claim, Floor, Manifest, PartEntry
+from adacheck_store.format.manifest import Claim, Floor, Manifest, PartEntry, Tag
 from adacheck_store.format.record import Record
 from adacheck_store.store import Store
 from adacheck_store.tiers.base import Source, Tier, TierTraits
@@ -350,6 +350,12 @@ def floor_kept(chain: Chain) -> None:
     chain.floor(6, 3)
 
 
+def tag(chain: Chain) -> None:
+    """A name for a step that there is not."""
+    chain.put(log_key(RUN, 7), Tag(run=RUN, term=T1, index=7, name="good", step=5).seal())
+    chain.tier.delete([chain.key("delta", 5)])
+
+
 def below_floor(chain: Chain) -> None:
     """Records that a floor lets go."""
     chain.floor(6)
@@ -446,7 +452,7 @@ CASES: dict[str, Callable[[Chain], None]] = {
     "base-parent": base_parent, "unbased-start": unbased_start,
     "unexplained-start": unexplained_start, "claim": claim, "unused-claim": unused_claim,
     "term-number": term_number, "parent-term": parent_term, "tips": tips, "revision": revision,
-    "extra-ref": extra_ref, "floor": floor, "floor-kept": floor_kept,
+    "extra-ref": extra_ref, "floor": floor, "floor-kept": floor_kept, "tag": tag,
     "below-floor": below_floor, "unnamed": unnamed, "drift": drift,
     "declared-gap": declared_gap, "base-missing": base_missing, "tail": tail, "gap": gap,
     "hole": hole, "unreachable": unreachable, "manifestless": manifestless, "swapped": swapped,

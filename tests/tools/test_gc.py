@@ -1,0 +1,346 @@
+"""gc and tags: what goes is what nothing keeps, whenever it is killed and whoever writes beside."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from adacheck_store.format.errors import NotProvableError
+from adacheck_store.format.keys import parse_key
+from adacheck_store.policy import Retention
+from adacheck_store.restore import Restored, restore_state
+from adacheck_store.store import open_for_reading, open_store
+from adacheck_store.terms import claim_term
+from adacheck_store.tiers import failpoints
+from adacheck_store.tiers.base import Tier
+from adacheck_store.tools.gc import gc
+from tests.tools.stores import RUN, cli, cli_json, findings, keys_of, train, tree_digest
+
+END = 42
+ALL = range(END + 1)
+PACK = 4
+"""Steps in a pack at most: the store's object lag."""
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, Restored]]:
+    """A store of which nothing has been pruned, bases at every eighth step; and all its states."""
+    folder = tmp_path_factory.mktemp("whole") / "a b"
+    train(str(folder), END, even=True, keep_bases=100)
+    with open_for_reading(str(folder)) as opened:
+        return folder, {step: restore_state(opened.tiers, RUN, step=step) for step in ALL}
+
+
+@pytest.fixture
+def store(whole: tuple[Path, dict[int, Restored]], tmp_path: Path) -> Path:
+    """A copy of it."""
+    return Path(shutil.copytree(whole[0], tmp_path / "a b"))
+
+
+@pytest.fixture
+def states(whole: tuple[Path, dict[int, Restored]]) -> dict[int, Restored]:
+    """Step -> its state."""
+    return whole[1]
+
+
+def collected(store: Path, *more: object) -> list[dict[str, Any]]:
+    """The rows of a gc that does not wait."""
+    code, document = cli_json("gc", store, "--grace", "0", *more)
+    assert code == 0, document
+    return [row for row in document["rows"] if row["row"] == "GcRow"]
+
+
+def provable(tiers: list[Tier], states: dict[int, Restored]) -> list[int]:
+    """Steps that are restored, each of which must be what it was."""
+    found = []
+    for step, state in states.items():
+        try:
+            restored = restore_state(tiers, RUN, step=step)
+        except NotProvableError:
+            continue
+        for name, array in state.parts["p000000"].arrays.items():
+            assert torch.equal(restored.parts["p000000"].arrays[name], array), (step, name)
+        found.append(step)
+    return found
+
+
+def check(store: Path, states: dict[int, Restored], alone: set[int]) -> None:
+    """What the far tier proves alone is all right, is these steps, and fsck finds nothing."""
+    with open_for_reading(str(store)) as opened:
+        assert provable([opened.far], states) == sorted(alone)
+    assert findings(store) == (0, [])
+
+
+def below_floor(store: Path) -> set[str]:
+    """Kinds of what lies below step 32, but in packs that reach above it; of 0, 13 and 16 alone."""
+    left = [parse_key(key) for kind in ("base", "delta", "extra")
+            for key in keys_of(store, "zarr", kind)]  # fmt: skip
+    low = [key for key in left if key.step < 32 - PACK]
+    assert {key.step for key in low} == {0, 13, 16}
+    return {key.kind for key in low}
+
+
+def test_a_dry_run_says_what_will_go_and_changes_nothing(store: Path) -> None:
+    """By default nothing is touched; what it counts is what then goes."""
+    before = tree_digest(store)
+    said = collected(store, "--every", 16)
+    assert tree_digest(store) == before
+    assert [row["done"] for row in said if row["applied"]] == []
+    done = collected(store, "--every", 16, "--apply")
+    assert [{**row, "applied": True} for row in said] == done
+    assert {(row["tier"], row["what"]) for row in done} == {
+        (tier, what) for tier in ("zarr", "lmdb") for what in ("floor", "below floor")
+    }
+
+
+def test_rules_compose_and_a_second_run_finds_nothing(
+    store: Path, states: dict[int, Restored]
+) -> None:
+    """The last bases with all that follows, one step in so many, and the tagged ones."""
+    assert cli("tag", store, "good", 13).exit_code == 0
+    with open_for_reading(str(store)) as opened:
+        below_13 = [key for key in opened.far.list("") if "/base/" in key]
+    assert len(below_13) == 7
+    (floor, gone, *_) = collected(store, "--every", 16, "--apply")
+    assert floor["step"] == 32
+    assert floor["kept"] == {"0": ["every"], "13": ["tag good"], "16": ["every"]}
+    check(store, states, {0, 13, 16, *range(32, END + 1)})
+    assert below_floor(store) <= {"base", "extra"}
+    assert gone["count"] > 0
+    before = tree_digest(store / "objects")
+    again = collected(store, "--every", 16, "--apply")
+    assert {row["done"] for row in again} == {"stands"}
+    assert tree_digest(store / "objects") == before
+    # Without a rule what is kept stays; a floor is never taken back; the tag holds its step.
+    assert {row["done"] for row in collected(store, "--last", 5, "--apply")} <= {"stands"}
+    last = ("--last", 1, "--drop-kept", "--apply")
+    assert collected(store, *last)[0]["kept"] == {"13": ["tag good"]}
+    check(store, states, {13, *range(40, END + 1)})
+    assert cli("tag", store, "good", "--remove").exit_code == 0
+    collected(store, "--last", 1, "--apply")  # it stays as long as a floor says that it is kept
+    check(store, states, {13, *range(40, END + 1)})
+    collected(store, *last)
+    check(store, states, set(range(40, END + 1)))
+
+
+def test_a_base_that_does_not_verify_keeps_nothing(
+    store: Path, states: dict[int, Restored]
+) -> None:
+    """The next step of its stretch is kept in its place."""
+    for path in (store / "objects").glob("*/*/p000000/base/*16-*/s0/param/c/0"):
+        data = bytearray(path.read_bytes())
+        data[9] ^= 4
+        path.write_bytes(data)
+    floor = collected(store, "--every", 16, "--apply")[0]
+    assert list(floor["kept"]) == ["0", "24"]
+    check(store, states, {0, 24, *range(32, END + 1)})
+
+
+def test_by_time_of_the_store(store: Path, states: dict[int, Restored]) -> None:
+    """Steps are told apart by when the store got them, not by this machine's clock."""
+    for step in range(0, END, 8):
+        for path in (store / "objects").glob(f"*/*/p000000/base/{step:012d}-*/zarr.json"):
+            os.utime(path, (1e9 + 1000 + 100 * step,) * 2)
+    floor = collected(store, "--every-time", "1600s", "--apply")[0]
+    assert list(floor["kept"]) == ["0", "8", "24"]
+    check(store, states, {0, 8, 24, *range(32, END + 1)})
+
+
+def test_best_by_what_is_tracked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number stands in rank 0's extra; steps without one are no best."""
+    from tests.core import toy as module
+
+    plain = module.ExtraBody
+
+    def with_loss(*, tree: Any, **more: Any) -> Any:
+        step = with_loss.step
+        tracked = {} if step == 8 else {"metrics": {"loss": abs(step - 17) / 10}}
+        return plain(tree={**tree, "tracked": tracked}, **more)
+
+    monkeypatch.setattr(module, "ExtraBody", with_loss)
+    made = module.Toy.extra
+
+    def extra(self: Any, *arguments: Any) -> Any:
+        with_loss.step = self.step
+        return made(self, *arguments)
+
+    monkeypatch.setattr(module.Toy, "extra", extra)
+    store = tmp_path / "store"
+    train(str(store), END, even=True, keep_bases=100)
+    rows = collected(store, "--best", "metrics/loss", "--best-count", 2)
+    assert rows[0]["kept"] == {"16": ["best"], "24": ["best"]}
+    rows = collected(store, "--best", "metrics/loss", "--largest")
+    assert rows[0]["kept"] == {"0": ["best"]}
+    assert collected(store, "--best", "metrics/none")[0]["kept"] == {}
+
+
+def test_a_trainer_keeps_what_attach_and_tags_say(
+    tmp_path: Path, states: dict[int, Restored]
+) -> None:
+    """The same rule prunes behind a trainer; a floor that a command has raised is kept to."""
+    store = tmp_path / "store"
+    train(str(store), 20, even=True, retention=Retention(last=1, every=16), keep_bases=1)
+    assert cli("tag", store, "good", 18).exit_code == 0
+    train(str(store), 30, even=True, retention=Retention(last=1, every=16), keep_bases=1)
+    # Not every floor in between is certain, as upkeep may be late; the last one is, with gc's help.
+    collected(store, "--last", 1, "--every", 16, "--apply")
+    train(str(store), END, even=True, keep_bases=1)
+    collected(store, "--last", 1, "--apply")
+    assert cli_json("log", store)[1]["rows"][-1]["kept"] == "0, 16, 18"
+    first = {step: states[step] for step in range(21)}  # after a restart the toy goes other ways
+    with open_for_reading(str(store)) as opened:
+        assert provable([opened.far], first) == [0, 16, 18]
+    assert findings(store) == (0, [])
+
+
+def loose(store: Path, age_s: float) -> Path:
+    """What a put that was killed leaves: chunks of a base without its document."""
+    base = sorted((store / "objects").glob("*/*/p000000/base/*"))[-1]
+    left = base.with_name(base.name[:-16] + f"{int(age_s):016d}")
+    shutil.copytree(base, left)
+    (left / "zarr.json").unlink()
+    for path in left.rglob("*"):
+        at = time.time() - age_s
+        os.utime(path, (at, at))
+    return left
+
+
+def test_what_puts_have_left(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what is old goes, by the store's clock, and only what a put of ours can have left."""
+    old, young = loose(store, 200_000), loose(store, 50_000)
+    half = loose(store, 300_000)
+    os.utime(next(path for path in half.rglob("*") if path.is_file()))  # a put that is going on
+    drafts = store / "objects" / ".tmp"
+    drafts.mkdir(exist_ok=True)
+    for name, age_s in (("a", 100_000), ("b", 1000)):
+        (drafts / name).write_text("half")
+        os.utime(drafts / name, (time.time() - age_s,) * 2)
+    foreign = store / "objects" / "toy" / "mine.txt"
+    foreign.write_text("not ours")
+    aside = store / "objects" / "_aside" / "toy" / "x"
+    aside.parent.mkdir(parents=True)
+    aside.write_text("quarantined")
+    for path in (foreign, aside):
+        os.utime(path, (1e9, 1e9))
+    monkeypatch.setattr(time, "time", lambda: 4e9)  # this machine's clock is decades ahead
+    rows = {row["what"]: row["count"] for row in collected(store, "--last", 100, "--apply")}
+    assert rows == {"unfinished": len([1 for _ in young.rglob("*") if _.is_file()]), "begun": 1}
+    assert not old.exists()
+    assert young.exists()
+    assert half.exists()
+    assert sorted(path.name for path in drafts.iterdir()) == ["b"]
+    assert foreign.exists()
+    assert aside.exists()
+    rows = {
+        row["what"]: row["count"] for row in collected(store, "--last", 100, "--apply", "--aside")
+    }
+    assert rows == {"set aside": 1}
+    assert not aside.exists()
+
+
+def test_a_floor_stands_for_the_grace_period_first(store: Path) -> None:
+    """By the store's clock; what a killed gc has begun is gone on with."""
+    began = time.monotonic()
+    collected(store, "--grace", "3s", "--apply")
+    assert time.monotonic() - began > 2.0
+    with open_for_reading(str(store)) as opened:
+        assert {row.done for row in gc(opened, apply=True)} == {"stands"}
+
+
+@pytest.mark.parametrize("age_s", [10, 700])
+def test_a_claim_that_may_be_restoring_holds_floors_up(store: Path, age_s: int) -> None:
+    """Until it has stood so long that it is taken for dead."""
+    with open_store(str(store), write=True) as opened:
+        claim_term(opened.far, RUN, seen=["t000001-0000000000000000"])
+    (entry,) = (store / "objects" / RUN / "log").glob("000000000002/zarr.json")
+    os.utime(entry, (time.time() - age_s,) * 2)
+    rows = collected(store, "--apply")
+    if age_s < 600:
+        assert [row["done"] for row in rows] == ["left"]
+        assert "may be under way" in rows[0]["why"]
+    else:
+        assert [row["done"] for row in rows] == ["raised", "deleted"] * 2
+
+
+def test_a_near_tier_that_is_written_is_left_to_its_writer(store: Path) -> None:
+    """The far one is collected all the same."""
+    with open_store(str(store), write=True):
+        done = subprocess.run(
+            [sys.executable, "-m", "adacheck_store", "gc", str(store), "--apply", "--grace", "0"],
+            capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "left:" in done.stdout
+    assert "pid" in done.stdout
+    assert keys_of(store, "lmdb", "base") != keys_of(store, "zarr", "base")
+
+
+POINTS = [name for name in failpoints.names() if name.startswith("local") or "delete" in name]
+OFTEN = [(name, 1) for name in POINTS if "unlink" in name or "delete" in name or "link" in name]
+OTHERS = [(name, count) for name in POINTS for count in (1, 7) if (name, count) not in OFTEN]
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize(
+    ("name", "count"), OFTEN + [pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS]
+)
+def test_killed_anywhere(store: Path, states: dict[int, Restored], name: str, count: int) -> None:
+    """What is promised stays, and the next one ends it: nothing below the floor, nothing loose."""
+    assert cli("tag", store, "good", 13).exit_code == 0
+    arguments = ["gc", str(store), "--every", "16", "--apply", "--grace", "0", "--older", "0"]
+    environment = {**os.environ, "ADACHECK_FAILPOINT": f"{name}:{count}"}
+    done = subprocess.run(
+        [sys.executable, "-c", "from adacheck_store.config import arm_failpoints\n"
+         "arm_failpoints()\nfrom adacheck_store.cli import main\nmain()", *arguments],
+        env=environment, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode in ((-signal.SIGKILL,) if count == 1 else (-signal.SIGKILL, 0)), done
+    kept = {0, 13, 16, *range(32, END + 1)}
+    with open_for_reading(str(store)) as opened:
+        assert set(provable([opened.far], {step: states[step] for step in kept})) == kept
+    assert all(found["kind"] == "unfinished" for found in findings(store)[1])
+    collected(store, *arguments[2:4], "--apply", "--older", "0")
+    check(store, states, kept)
+    assert below_floor(store) <= {"base", "extra"}
+
+
+def test_tags_by_the_command(store: Path) -> None:
+    """Added once, listed, removed; what makes no sense is one error."""
+    code, document = cli_json("tag", store, "end")
+    assert code == 0
+    assert (document["rows"][0]["step"], document["rows"][0]["done"]) == (END, "added")
+    assert cli("tag", store, "early", 3).exit_code == 0
+    rows = cli_json("tag", store)[1]["rows"]
+    assert [(row["name"], row["step"], row["base"]) for row in rows] == [
+        ("early", 3, True), ("end", END, True),
+    ]  # fmt: skip
+    for arguments, code, text in (
+        (("end", 4), 2, "'end' stands, for step 42"), (("../x", 4), 2, "not the name of a tag"),
+        (("new", 999), 3, "nearest provable steps: 41 and 42"),
+        (("none", "--remove"), 2, "of: early, end"),
+    ):  # fmt: skip
+        result = cli("tag", store, *arguments)
+        assert (result.exit_code, text in result.stderr) == (code, True), result.output
+    assert cli("tag", store, "end", "--remove").exit_code == 0
+    assert [row["name"] for row in cli_json("tag", store)[1]["rows"]] == ["early"]
+
+
+def test_a_tag_of_a_step_that_only_the_near_tier_has(tmp_path: Path) -> None:
+    """Its base and its extras are brought to the far tier first."""
+    store = tmp_path / "store"
+    toy = train(str(store), 20, keep_bases=100)
+    shutil.rmtree(store / "objects" / RUN / keys_of(store, "zarr", "extra")[0].split("/")[1])
+    assert cli("tag", store, "good", 19).exit_code == 0
+    with open_for_reading(str(store)) as opened:
+        state = restore_state([opened.far], RUN, step=19)
+    assert state.step == 19
+    assert toy.step == 20
