@@ -33,12 +33,13 @@ class Now:
 
 
 class Ahead(Now):
-    """Reads in threads, one a processor: a context that ends them, and what has not begun."""
+    """Reads in threads: a context that ends them, and what has not begun."""
 
     windows = WINDOWS
 
-    def __init__(self) -> None:
-        count = max(1, min(THREADS_MAX, len(os.sched_getaffinity(0))))
+    def __init__(self, parallel: int = 1) -> None:
+        """As many threads as there are processors, or as ``parallel`` reads that wait."""
+        count = max(parallel, min(THREADS_MAX, len(os.sched_getaffinity(0))))
         self._pool = ThreadPoolExecutor(count, thread_name_prefix="adacheck-read")
 
     def start(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:

@@ -57,6 +57,11 @@ class Fetcher:
         self.used: dict[str, int] = {}
         self._lock = threading.Lock()
 
+    @property
+    def parallel(self) -> int:
+        """How many reads at once pay, with the tier that waits longest."""
+        return max((tier.traits.parallel for tier in self._tiers.values()), default=1)
+
     def _candidates(self, ref: RecordRef) -> list[str]:
         held = [name for name in self._tiers if name in ref.tiers]  # a plan is made elsewhere
         return [name for name in held if (name, ref.key) not in self.failed]

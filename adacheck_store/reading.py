@@ -80,7 +80,7 @@ def fetch_parts(
     for part in plan.parts:
         layout = layouts[part.part]
         sink = StateSink()
-        with Ahead() as reader:
+        with Ahead(fetcher.parallel) as reader:
             report = open_fold(fetcher, layout, part).run(sink, reader)
         reports.append(report)
         parts[part.part] = PartState(

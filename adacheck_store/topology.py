@@ -108,7 +108,7 @@ def put_together(
     given = []
     for part in used:
         spans = shard.spans(part)
-        with Ahead() as reader:
+        with Ahead(fetcher.parallel) as reader:
             folds[part].run(_Cutter(shard, part, arrays), reader, spans)
         if any(spans.values()):
             given.append(folds[part].report)

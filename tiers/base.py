@@ -76,13 +76,14 @@ class TierTraits:
 
     ``durable``: what is synced survives the loss of the process and of power. ``log``: keeps the
     run's log (conditional create). ``packs``: puts of consecutive deltas or extras should come
-    together, many at a time.
+    together, many at a time. ``parallel``: how many reads at once pay, for each waits.
     """
 
     name: str
     durable: bool = False
     log: bool = False
     packs: bool = False
+    parallel: int = 1
 
 
 class Tier(abc.ABC):

@@ -24,6 +24,7 @@ from .s3_client import ConflictError, S3Client
 from .s3_errors import ShortReadError
 from .s3_multipart import MULTIPART_BYTES, abandoned, abort, server_time, upload
 from .s3_place import S3Place, parse_s3
+from .s3_ranges import Ranges
 
 TOKEN = "adacheck-put"
 """Metadata of an object: which call has made it, so that a call whose reply was lost knows."""
@@ -46,6 +47,7 @@ class S3Objects:
         self.path = self.place.name
         self.parallel = self.place.parallel
         self._s3 = S3Client(self.place)
+        self._ranges = Ranges(self.place.bucket)
         self._lock = threading.Lock()
         self._swept = False
 
@@ -148,29 +150,42 @@ class S3Objects:
         if length == 0:
             self._head(key)
             return b""
-        given: dict[str, Any] = {"Bucket": self.place.bucket, "Key": key}
-        whole = start == 0 and length is None
-        if whole:
-            given["ChecksumMode"] = "ENABLED"
-        else:
-            stop = "" if length is None else start + length - 1
-            given["Range"] = f"bytes={start}-{stop}"
+        if start or length is not None:
+            return self._range(key, start, length)
+        given = {"Bucket": self.place.bucket, "Key": key, "ChecksumMode": "ENABLED"}
+
+        def send(client: Any) -> bytes:
+            reply = client.get_object(**given)
+            data: bytes = reply["Body"].read()
+            if len(data) != reply["ContentLength"]:
+                raise ShortReadError(f"{len(data)} of {reply['ContentLength']} bytes")
+            return data
+
+        return self._s3.call("get", key, send, got=len)
+
+    def _range(self, key: str, start: int, length: int | None) -> bytes:
+        span = f"bytes={start}-{'' if length is None else start + length - 1}"
+
+        def quick(client: Any) -> bytes | None:
+            found = self._ranges.get(client, key, span)
+            if found is None:
+                return None
+            _check_range(found[1], start, length, len(found[0]))
+            return found[0]
 
         def send(client: Any) -> bytes:
             try:
-                reply = client.get_object(**given)
+                reply = client.get_object(Bucket=self.place.bucket, Key=key, Range=span)
             except client.exceptions.ClientError as exc:
                 if exc.response.get("Error", {}).get("Code") in ("InvalidRange", "416"):
                     return b""  # it ends before
                 raise
             data: bytes = reply["Body"].read()
-            if not whole:
-                _check_range(reply, start, length, len(data))
-            elif len(data) != reply["ContentLength"]:
-                raise ShortReadError(f"{len(data)} of {reply['ContentLength']} bytes")
+            _check_range(str(reply.get("ContentRange", "")), start, length, len(data))
             return data
 
-        return self._s3.call("get", key, send, got=len)
+        data = self._s3.call("get", key, quick, got=lambda data: len(data or b""))
+        return self._s3.call("get", key, send, got=len) if data is None else data
 
     def list(self, prefix: str, most: int | None = None) -> Iterator[str]:
         """Names that begin with a prefix (empty, or ending in ``/``), sorted; at most so many.
@@ -274,9 +289,8 @@ def crc32(data: Buffer) -> str:
     return base64.b64encode(zlib.crc32(data).to_bytes(4, "big")).decode()
 
 
-def _check_range(reply: Mapping[str, Any], start: int, length: int | None, got: int) -> None:
+def _check_range(said: str, start: int, length: int | None, got: int) -> None:
     """A server may cut a range short and announce just what it sends."""
-    said = str(reply.get("ContentRange", ""))
     try:
         span, _, total = said.removeprefix("bytes ").partition("/")
         first = int(span.partition("-")[0])

@@ -127,6 +127,7 @@ def make_client(place: S3Place) -> Any:
     if style == "auto" and place.endpoint:
         style = "path"
     config = Config(
+        signature_version="s3v4",  # for signed URLs too
         connect_timeout=min(_CONNECT_S, place.timeout_s),
         read_timeout=min(_READ_S, place.timeout_s),
         retries={"total_max_attempts": 1, "mode": "standard"},

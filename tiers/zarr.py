@@ -57,7 +57,9 @@ class ZarrTier(Tier):
     """
 
     def __init__(self, objects: Objects, name: str = "zarr", *, listing_s: float = 1.0) -> None:
-        self.traits = TierTraits(name=name, durable=True, log=True, packs=True)
+        self.traits = TierTraits(
+            name=name, durable=True, log=True, packs=True, parallel=objects.parallel
+        )
         self.path = objects.path
         self.objects = objects
         self._runway = Runway(objects)

@@ -243,7 +243,7 @@ def _rehearse(loss: Loss, run: str, newest: int, progress: Progress) -> DrillRow
         for part in plan.parts:
             fold = open_fold(fetcher, open_layout(tiers, run, part.layout), part)
             sink = _Nowhere(lambda done: progress(loss.words, done, 0))
-            with Ahead() as reader:
+            with Ahead(fetcher.parallel) as reader:
                 reports.append(fold.run(sink, reader))
         return certify(plan, reports, fetcher)
 
