@@ -197,7 +197,8 @@ class Opening:
         return tail
 
     def _inherited_backlog(self, line: Mapping[str, Span]) -> list[str]:
-        """Records of this rank on the line up to the fork that the far tier has not received."""
+        """Records on the line up to the fork that the far tier has not received: those of this
+        rank's number, and of numbers that are nobody's now, to each rank as many."""
         if not line:
             return []
         missing = missing_below(self.store.uppers, self.store.far, self.run, line)
@@ -205,7 +206,7 @@ class Opening:
         return [
             text for text in missing
             for key in [parse_key(text)]
-            if key.kind in shared or key.part in (self.part, self.rank)
+            if key.kind in shared or int(key.part[1:]) % self.group.size == self.group.rank
         ]  # fmt: skip
 
 

@@ -8,7 +8,7 @@ copied to where it is needed, box by box.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from adacheck_store.format.dtypes import item_bytes
@@ -113,15 +113,21 @@ def unit_of(section: Section) -> int:
     return BLOCK_BYTES // max(item_bytes(dtype) for _, dtype in section.roles)
 
 
-def same_pieces(need: Layout, given: Iterable[Slice]) -> bool:
-    """Whether tensors of one name are the same pieces in both (a scope is not looked at)."""
-    pieces = {name: piece for piece in given for name in names_of(piece)}
-    return all(
-        (piece.shape, piece.boxes, piece.flat) == (found.shape, found.boxes, found.flat)
-        for piece in pieces_in(need)
-        for found in [pieces.get(next((n for n in names_of(piece) if n in pieces), ""))]
-        if found is not None
-    )
+def same_pieces(need: Layout, held: Iterable[tuple[Slice, bool]]) -> bool:
+    """Whether tensors of one name are the same pieces in both (a scope is not looked at), and have
+    an optimizer in both or in none: that is told of each that is ``held``."""
+    found = {name: each for each in held for name in names_of(each[0])}
+    for section in need.sections:
+        for piece in section.slices:
+            other = found.get(next((name for name in names_of(piece) if name in found), ""))
+            if other is None:
+                continue
+            cut, trained = other
+            if piece.shape != cut.shape or not _equal_cut(piece, cut):
+                return False
+            if trained != (section.optimizer >= 0):
+                return False
+    return True
 
 
 def pieces_in(layout: Layout) -> Iterator[Slice]:
@@ -136,20 +142,22 @@ def names_of(piece: Slice) -> tuple[str, ...]:
 
 def reshard(
     need: Layout, parts: Mapping[str, Layout], *, rank: str, own: Wanted,
-    alike: Mapping[tuple[str, str], str],
+    alike: Mapping[tuple[str, str], str], bare: Collection[str] = (),
 ) -> Reshard:  # fmt: skip
     """How ``need`` is made up of what all ``parts`` of a chain hold at a step.
 
     ``parts`` are in order of preference. A tensor without scope may come from any of them. One that
     each rank has of its own goes to the same rank: by its scope, or, where shared copies are kept
-    once, by what ``own`` says that rank held. For another rank, and where it is to be cut, all
-    ranks' must be equal: proven by equal tokens in ``alike`` (by part and section), else to be
-    compared. Of a buffer, which DDP broadcasts, the first rank's is taken.
+    once, by what ``own`` says that rank held. For another rank, and where it is to be cut, what
+    several ranks have of it must be equal: proven by equal tokens in ``alike`` (by part and
+    section), else to be compared. Of a buffer, which DDP broadcasts, the first rank's is taken, and
+    of a parameter that an optimizer has on some ranks alone (ZeRO-1) theirs. Parameters in ``bare``
+    are needed without the optimizer's state.
 
     Raises `ModelMismatchError` naming the tensors that cannot be made up. What is in the chain and
     not needed has no elements in the layout; what is needed and not in the chain is not there.
     """
-    return _Planner(need, parts, rank, own, alike).plan()
+    return _Planner(need, parts, rank, own, alike, bare).plan()
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,11 +167,13 @@ class _Tensor:
     piece: Slice
     sources: Sequence[Held]
     rivals: Sequence[Held] = ()
+    bare: bool = False
 
     @property
     def kind(self) -> tuple[int, tuple[tuple[str, str], ...]]:
-        """What tensors of one section have in common."""
-        return self.sources[0].section.optimizer, self.sources[0].section.roles
+        """What tensors of one section have in common: their optimizer, and their roles."""
+        section = self.sources[0].section
+        return (-1, section.roles[:1]) if self.bare else (section.optimizer, section.roles)
 
 
 class _Planner:
@@ -171,9 +181,9 @@ class _Planner:
 
     def __init__(
         self, need: Layout, parts: Mapping[str, Layout], rank: str, own: Wanted,
-        alike: Mapping[tuple[str, str], str],
+        alike: Mapping[tuple[str, str], str], bare: Collection[str],
     ) -> None:  # fmt: skip
-        self._need, self._parts = need, parts
+        self._need, self._parts, self._bare = need, parts, bare
         self._rank, self._own, self._alike = rank, own, alike
         self._named: dict[str, list[Held]] = defaultdict(list)
         for part, layout in parts.items():
@@ -213,18 +223,22 @@ class _Planner:
         """Which of the slices of a name give the piece."""
         if piece.shape != found[0].piece.shape:
             return _nothing(found[0])  # whoever compares names both sides
+        found = [held for held in found if held.section.optimizer >= 0] or found
+        bare = piece.name in self._bare
         free = [held for held in found if not held.piece.scope]
-        mine = [held for held in found if self._is_mine(held)]
+        mine = [held for held in found if self._is_mine(held) and _equal_cut(held.piece, piece)]
         if free or (mine and piece.scope):
-            return self._checked(_Tensor(piece, free or mine))
-        first = found[0]
-        if first.section.main_role == "buffer":
+            return self._checked(_Tensor(piece, free or mine, bare=bare))
+        if found[0].section.main_role == "buffer":
             first = min(found, key=lambda held: held.piece.scope)
             if not all(self._equal(first, held) for held in found):
                 self._taken.append(piece.name)
             return _Tensor(piece, [first])
-        rivals = [held for held in found[1:] if not self._equal(first, held)]
-        return self._checked(_Tensor(piece, [first], rivals))
+        rivals = [
+            held for number, held in enumerate(found)
+            if number and not any(self._equal(other, held) for other in found[:number])
+        ]  # fmt: skip
+        return self._checked(_Tensor(piece, found, rivals, bare))
 
     def _is_mine(self, held: Held) -> bool:
         if self._own:
@@ -242,7 +256,7 @@ class _Planner:
 
     def _checked(self, tensor: _Tensor) -> _Tensor:
         """The tensor; ranks that differ in its shape, dtypes or group are named."""
-        found = [*tensor.sources, *tensor.rivals]
+        found = tensor.sources
         kinds = {
             (each.section.optimizer, each.section.roles, each.piece.group, each.piece.shape)
             for each in found
@@ -264,12 +278,13 @@ class _Planner:
         sections: list[Section] = []
         for alike in by_kind.values():
             offset, slices = 0, []
-            section = replace(alike[0].sources[0].section, name=f"s{len(sections)}")
+            optimizer, roles = alike[0].kind
+            section = Section(name=f"s{len(sections)}", optimizer=optimizer, roles=roles, slices=())
             for index, tensor in enumerate(alike):
                 first = tensor.sources[0].piece
                 piece = replace(
-                    tensor.piece, name=first.name, aliases=first.aliases, group=first.group,
-                    scope="", offset=offset,
+                    tensor.piece, name=first.name, aliases=first.aliases, scope="", offset=offset,
+                    group=-1 if tensor.bare else first.group,
                 )  # fmt: skip
                 slices.append(piece)
                 offset = align(offset + piece.elements)
@@ -298,11 +313,14 @@ class _Planner:
         if left:
             self._wrong.append(f"of {piece.name!r} there is only {_listed(tensor.sources)}")
         for rival in tensor.rivals:
-            missing, given = _take([(region, region.box) for region in regions], rival.piece)
-            if missing:
-                self._wrong.append(f"{piece.name!r} is not alike on all: {_listed(tensor.rivals)}")
-            copies.append(Copy(rival, target, tuple(given), check=True))
+            _, given = _take([(region, region.box) for region in regions], rival.piece)
+            if given:
+                copies.append(Copy(rival, target, tuple(given), check=True))
         return copies
+
+
+def _equal_cut(one: Slice, other: Slice) -> bool:
+    return (one.boxes, one.flat) == (other.boxes, other.flat)
 
 
 def _nothing(held: Held) -> _Tensor:

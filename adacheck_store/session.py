@@ -152,14 +152,15 @@ class RunSession:
 
     def restore(
         self, *, resume: str | None = None, step: int | None = None, term: str = "",
-        layout: Layout | None = None,
+        layout: Layout | None = None, bare: frozenset[str] = frozenset(),
     ) -> Restored | None:  # fmt: skip
         """Claim a term, then plan, fetch, verify and fold into staging.
 
         Returns None on a run without history or under ``never``. Raises `RestoreError` on one
         without history under ``must``, or where a tier that may hold it cannot be read. ``step``
         asks for that very step, ``term`` for another branch's. ``layout`` has the pieces of tensors
-        that this rank holds now; without it, they are those that it held.
+        that this rank holds now (without it, they are those that it held), ``bare`` names those
+        whose optimizer's state other ranks have.
         """
         resume = resume or self.settings.resume
         if self._decided:
@@ -175,7 +176,9 @@ class RunSession:
                 self.store.tiers, self.run, step=step, term=term,
                 catalog=self._catalog if self.group.rank == 0 else None,
                 max_drift=self.settings.max_drift, group=self.group, ceiling=self._ceiling,
-                need=Need(rank=self.group.rank, ranks=self.group.size, layout=layout),
+                need=Need(
+                    rank=self.group.rank, ranks=self.group.size, layout=layout, bare=bare
+                ),
                 near=self._crew.near_to if self._crew else NOWHERE,
             )  # fmt: skip
         self._restored = dataclasses.replace(restored, parts={}, extras={})  # the state is large

@@ -28,7 +28,7 @@ from .fold import Fold, FoldReport
 from .reading import open_fold, read_extra
 from .recovery import RestorePlan
 from .regions import Region
-from .reshard import Copy, Held, Reshard, Wanted, pieces_in, reshard, same_pieces
+from .reshard import Copy, Held, Reshard, Wanted, reshard, same_pieces
 from .state import PartState
 
 
@@ -36,12 +36,14 @@ from .state import PartState
 class Need:
     """What a rank needs of a chain: which rank of how many it is, and the pieces it holds.
 
-    Without a ``layout`` that is what the same rank has written.
+    Without a ``layout`` that is what the same rank has written. ``bare`` names parameters that
+    other ranks have the optimizer's state of.
     """
 
     rank: int
     ranks: int
     layout: Layout | None = None
+    bare: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,10 +82,14 @@ def is_another(
                 hint="say which pieces each rank needs; nothing was changed",
             )  # fmt: skip
         return False
-    held = [
-        piece for part, layout in layouts.items() for piece in pieces_in(layout)
-        if not wanted or (piece.scope, piece.name) in wanted[part]
-    ]  # fmt: skip
+    held = []
+    for part, layout in layouts.items():
+        for section in layout.sections:
+            for piece in section.slices:
+                place = piece.scope, piece.name
+                if not wanted or place in wanted[part]:
+                    state = not wanted or wanted[part][place]
+                    held.append((piece, state and section.optimizer >= 0))
     return ranks != need.ranks or not same_pieces(need.layout, held)
 
 
@@ -101,7 +107,7 @@ def put_together(
     folds = {item.part: open_fold(fetcher, layouts[item.part], item) for item in order}
     shard = reshard(
         need.layout, {item.part: layouts[item.part] for item in order},
-        rank=rank_name(need.rank), own=wanted, alike=_tokens(folds),
+        rank=rank_name(need.rank), own=wanted, alike=_tokens(folds), bare=need.bare,
     )  # fmt: skip
     used = shard.parts or (order[0].part,)
     arrays: dict[str, torch.Tensor] = {}
@@ -158,10 +164,12 @@ class _Cutter:
         for copy in copies[bisect_right(self._ends.get(section.name, []), start) :]:
             if copy.source.piece.offset >= stop:
                 break
+            made = self._sections[copy.target]
+            roles = [role for role in views if role in made.dtypes]
             for source, target in copy.moves(start, stop):
-                for role, view in views.items():
-                    here = _view(view, source, start)
-                    there = _view(_array(self._arrays, self._sections[copy.target], role), target)
+                for role in roles:
+                    here = _view(views[role], source, start)
+                    there = _view(_array(self._arrays, made, role), target)
                     if not copy.check:
                         there.copy_(here)
                     elif not _same(here, there):
@@ -197,8 +205,11 @@ def _states(shard: Reshard, reports: Mapping[str, FoldReport]) -> dict[str, Sect
     """Which slices have optimizer state, and their counters; all who give a slice must agree."""
     found = {}
     for section in shard.layout.sections:
-        rows = []
+        rows: list[tuple[bool, dict[str, Any]]] = []
         for index in range(len(section.slices)):
+            if section.optimizer < 0:
+                rows.append((False, {}))
+                continue
             told = [
                 (state.present[held.index],
                  {name: values[held.index] for name, values in state.scalars.items()})

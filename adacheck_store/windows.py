@@ -155,7 +155,7 @@ def _empty_here(section: Section, item: Slice, start: int, stop: int) -> bool:
 
 def _shaped(item: Slice, flat: torch.Tensor) -> torch.Tensor:
     """A cut as the engine takes it: flat, but a scalar stays one, for it promotes differently."""
-    return flat.reshape(()) if item.shape == () else flat
+    return flat.reshape(()) if item.shape == () and flat.numel() else flat
 
 
 def _shift(section: Section, piece: Piece, grad: Grad) -> int:

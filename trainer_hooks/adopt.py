@@ -21,6 +21,11 @@ ALONE = ("rng", "carried")
 """What a new rank does not take over: draws would repeat, and a batch be trained twice."""
 
 
+def bare_of(binding: Binding) -> frozenset[str]:
+    """Parameters that an optimizer was given here, and that it trains on other ranks (ZeRO-1)."""
+    return frozenset(slot.item.name for slot in binding.given if slot.section.optimizer < 0)
+
+
 def fit(
     restored: Restored, tracked: Tracked, binding: Binding
 ) -> tuple[PartState, Mapping[str, Any], Binding, list[Match]]:

@@ -15,7 +15,7 @@ from adacheck_store.config import Settings
 from adacheck_store.format.errors import AdaCheckError, OrderError, TermError, TierError, UsageError
 from adacheck_store.group import SOLO, Group
 
-from .adopt import fit
+from .adopt import bare_of, fit
 from .assemble import Assembly, StartBoundary, gather_extras
 from .capture import Capture
 from .detection import Detection
@@ -104,9 +104,9 @@ class Checkpointer:
         if self._assembly is not None or self._loading:
             raise OrderError("restore() was called already, or training has begun")
         self._session.together("restore", self._tracked.check_scheduler)
-        layout = self._session.together("restore", self._bind).layout
+        need = self._session.together("restore", self._bind)
         self._restoring = True
-        restored = self._session.restore(step=step, layout=layout)
+        restored = self._session.restore(step=step, layout=need.layout, bare=bare_of(need))
         self._loading = True  # up to here another step may be asked for
         if restored is None:
             self._begin(self._settings.start_step)

@@ -21,8 +21,14 @@ log = logging.getLogger(__name__)
 class Session(Protocol):
     """What a checkpointer needs of `adacheck_store.session.RunSession`."""
 
-    def restore(self, *, step: int | None = None, layout: Layout | None = None) -> Any:
-        """Claim a term; the restored state in the pieces of ``layout``, None on a fresh run."""
+    def restore(
+        self, *, step: int | None = None, layout: Layout | None = None,
+        bare: frozenset[str] = ...,
+    ) -> Any:  # fmt: skip
+        """Claim a term; the restored state in the pieces of ``layout``, None on a fresh run.
+
+        Of those named in ``bare`` the optimizer's state is not needed.
+        """
         ...
 
     def start(

@@ -2,6 +2,9 @@
 
 import pytest
 
+from adacheck_store.catalog import read_catalog
+from adacheck_store.format.keys import part_name, rank_name
+from adacheck_store.store import open_store
 from tests.ranks.worker import STEPS, Launcher
 
 pytestmark = pytest.mark.fault
@@ -51,7 +54,34 @@ def relay(tmp_path, legs, **options) -> None:
 
 def test_four_shards_go_on_as_three_then_as_copies_then_as_one(tmp_path):
     """FSDP2 with uneven and empty shards, DDP, and a process alone."""
-    relay(tmp_path, [("fsdp", 4), ("fsdp", 3), ("copies", 2), ("fsdp", 2), ("one", 1)])
+    relay(tmp_path, [("fsdp2", 4), ("fsdp2", 3), ("copies", 2), ("fsdp2", 2), ("one", 1)])
+
+
+def test_what_nobody_is_left_to_drain_is_drained(tmp_path):
+    """Two ranks go on for four, whose last steps lie in their own LMDBs alone."""
+    launcher = Launcher(tmp_path, "fsdp2", 4)
+    store = tmp_path / "store"
+    lazy = {"base_every": 10_000, "object_lag": 10_000, "redundancy": "off"}
+    first = launcher.start(store, given=dict.fromkeys(range(4), lazy), pause_s=0.02)
+    first.until(5)
+    first.kill()
+    second = launcher.start(store, ranks=2, inspect=True)
+    assert second.wait() == [0, 0]
+    (step,) = set(second.every("restored"))
+    with open_store(store.as_uri()) as opened:
+        far = read_catalog([opened.far], "e2e")
+    for rank in range(4):
+        for table, name in ((far.deltas, part_name(rank)), (far.extras, rank_name(rank))):
+            held = {ref.step for (_, owner), refs in table.items() if owner == name for ref in refs}
+            assert set(range(1, step + 1)) <= held
+
+
+def test_other_ways_to_cut(tmp_path):
+    """Tensor parallelism under FSDP2, ZeRO-1, HSDP, columns instead of rows."""
+    relay(
+        tmp_path,
+        [("tp_fsdp2", 4), ("zero1", 2), ("copies", 2), ("hsdp2", 4), ("shards", 3), ("zero1", 3)],
+    )
 
 
 @pytest.mark.slow
@@ -59,10 +89,10 @@ def test_four_shards_go_on_as_three_then_as_copies_then_as_one(tmp_path):
 @pytest.mark.parametrize(
     "legs",
     [
-        [("one", 1), ("fsdp", 4), ("hsdp", 4), ("fsdp", 1)],
-        [("hsdp", 4), ("copies", 4), ("fsdp", 2), ("fsdp", 8)],
-        [("fsdp", 8), ("copies", 1), ("hsdp", 4), ("one", 1)],
-        [("copies", 3), ("hsdp", 4), ("fsdp", 3), ("copies", 2)],
+        [("one", 1), ("fsdp2", 4), ("tp_fsdp2", 4), ("hsdp2", 4), ("zero1", 4), ("fsdp2", 1)],
+        [("hsdp2", 4), ("copies", 4), ("fsdp2", 2), ("tp2", 2), ("fsdp2", 8), ("zero1", 2)],
+        [("fsdp2", 8), ("copies", 1), ("shards", 4), ("tp2", 4), ("tp_fsdp2", 4), ("one", 1)],
+        [("zero1", 3), ("tp2", 3), ("copies", 3), ("hsdp2", 4), ("shards", 3), ("copies", 2)],
     ],
 )
 def test_wide(tmp_path, legs, redundancy):

@@ -11,6 +11,7 @@ import time
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
+from tests.ranks.elastic import ELASTIC, build_elastic, feed_alike, whole
 from tests.ranks.parallel import PARALLEL, build_parallel, data_of
 
 STEPS = 24
@@ -41,9 +42,8 @@ def build(kind: str, rank: int, ranks: int, *, steps: int = STEPS, width: int = 
     ``plain``: each rank has a model of its own under the same names, and nothing says so.
     ``grow``: so too, and the last layer is trained from a later step on only. ``hsdp``: each shard
     on two ranks. ``tp``: the middle is cut by tensor parallelism, what is around it stands on all
-    ranks. ``tp_fsdp``: that again sharded. ``whole``: what ``fsdp`` shards. ``one`` and
-    ``copies``: its model in one process, and under DDP; ``single``: what ``ddp`` has, in one
-    process. Further kinds: see `parallel`.
+    ranks. ``tp_fsdp``: that again sharded. ``whole``: what ``fsdp`` shards. Further kinds: see
+    `parallel` and `elastic`.
     """
     import torch
 
@@ -51,6 +51,8 @@ def build(kind: str, rank: int, ranks: int, *, steps: int = STEPS, width: int = 
     torch.manual_seed(11 + rank * (kind in ("plain", "grow")))
     if kind in PARALLEL:
         model, optimizer = build_parallel(kind, rank, ranks, width)
+    elif kind in ELASTIC:
+        model, optimizer = build_elastic(kind, ranks, width)
     else:
         model, optimizer = _simple(kind, ranks, width)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(listed(optimizer)[0], steps)
@@ -67,15 +69,12 @@ def _simple(kind: str, ranks: int, width: int):
     import torch
     from torch import nn
 
-    bare = kind in ("fsdp", "hsdp", "whole", "one", "copies")
     tensor = kind.startswith("tp")
     drop = [] if tensor else [nn.Dropout(0.2)]
     layers = [nn.Linear(9, width), *drop, nn.GELU(), nn.Linear(width, 5)]
-    if not bare:
+    if kind not in ("fsdp", "hsdp", "whole"):
         layers.insert(1, nn.LayerNorm(width) if tensor else nn.BatchNorm1d(width))
     model = nn.Sequential(*layers, nn.Linear(5, 1))
-    if kind in ("fsdp", "hsdp", "one", "copies"):
-        model[-1].bias.requires_grad_(False)
     if tensor:
         model = _cut(model, kind, ranks)
     elif kind in ("fsdp", "hsdp"):
@@ -86,11 +85,12 @@ def _simple(kind: str, ranks: int, width: int):
         if kind == "hsdp":
             names, shape = ("copies", "shards"), (2, ranks // 2)
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        model[-1].bias.requires_grad_(False)
         for layer in model[:-1]:
             if isinstance(layer, nn.Linear):
                 fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)  # the last layer is the root's
-    elif kind in ("ddp", "flip", "local", "copies"):
+    elif kind in ("ddp", "flip", "local"):
         model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     first = model[:-1] if kind == "grow" else model
     optimizer = torch.optim.AdamW(
@@ -235,23 +235,6 @@ def dump(model, file: str, rank: int) -> None:
         safetensors.torch.save_file(found, file)
 
 
-def whole(model, optimizer) -> dict:
-    """Digests of all that all ranks have together: parameters, moments, counters, groups."""
-    from adacheck_store.format.ids import record_id
-
-    if hasattr(model, "reshard"):
-        model.reshard()
-    found = {}
-    for name, param in model.named_parameters():
-        state = optimizer.state.get(param, {})
-        for role, value in {"param": param, **dict(sorted(state.items()))}.items():
-            full = value.full_tensor() if hasattr(value, "full_tensor") else value
-            found[f"{name.removeprefix('module.')}/{role}"] = record_id(_bytes(full))[:12]
-    for number, group in enumerate(optimizer.param_groups):
-        found[f"group {number}"] = repr(sorted((k, v) for k, v in group.items() if k != "params"))
-    return found
-
-
 def told(report, model, optimizer, schedule) -> dict:
     """A restore as a row of a journal."""
     return {
@@ -373,6 +356,7 @@ def _train(out: str, rank: int, ranks: int, port: int, prefix: str, kind: str, o
                 if number > STEPS:
                     break
                 grow(kind, model, optimizer, number)
+                feed_alike(kind, batch, number)
                 with alone(kind, model, number):
                     loss = step(model, optimizer, schedule, batch)
                 average(kind, model, number)
