@@ -76,8 +76,8 @@ def attach(
     leave the loop at one boundary by `Stopped`, a `SystemExit` of 143, and store what they can.
     After ``max_deaths`` attempts in a row that died without getting past the newest step (0: never)
     `restore` begins at an older one. What ranks prove to be on several of them is written by one,
-    as long as its copies stay equal (not yet with agents); ``redundancy="off"`` keeps on every rank
-    all that it has. What is not supported is refused before anything is done.
+    as long as its copies stay equal; ``redundancy="off"`` keeps on every rank all that it has.
+    What is not supported is refused before anything is done.
     """
     ranks = find_group() if group is None else group
 
@@ -89,7 +89,7 @@ def attach(
             object_lag=object_lag, **_kept(keep), start_step=start_step, resume=resume,
             strict=strict, lmdb_bytes=lmdb_bytes, bounded_every=bounded_every,
             max_drift=max_drift, k=k, sigterm_grace_s=sigterm_grace_s, max_deaths=max_deaths,
-            redundancy="off" if agents is not None else redundancy,
+            redundancy=redundancy,
         )  # fmt: skip
 
     settings = together(ranks, "arguments of attach", checked)

@@ -22,6 +22,7 @@ from typing import Any
 from adacheck_store.format.errors import AdaCheckError, UsageError
 from adacheck_store.group import Group
 
+from . import background
 from .ranks import Board, find_board
 
 log = logging.getLogger(__name__)
@@ -92,7 +93,7 @@ class Grace:
         self._before = signal.signal(signal.SIGTERM, self._handler)
         self._fd_before = signal.set_wakeup_fd(self._tells.fileno(), warn_on_full_buffer=False)
         _begun.append(self)
-        threading.Thread(target=self._watch, name="adacheck-grace", daemon=True).start()
+        background.start("adacheck-grace", self._watch)
 
     def reached(self, step: int) -> None:
         """A boundary is closed. Raises `Stopped` where all ranks have agreed to stop."""
@@ -149,7 +150,7 @@ class Grace:
 
     def _watch(self) -> None:
         while (left_s := self._noticed()) is None:
-            if self._ended.is_set():
+            if self._ended.is_set() or background.ending():
                 self._hears.close()
                 return
         if self._until is None:

@@ -7,11 +7,12 @@ would wait for one that has been killed until their time is out, and the new one
 from __future__ import annotations
 
 import itertools
-import threading
 import time
 import weakref
 from collections.abc import Mapping
 from typing import Any
+
+from . import background
 
 DEAD = b"dead"
 """What is said under a key in the stead of a rank that gives no sign of life."""
@@ -32,10 +33,7 @@ class Life:
         self._heard: dict[int, tuple[bytes, float]] = {}
         key = f"{place}/life/{rank}"
         store.set(key, "0")
-        threading.Thread(
-            target=_live, args=(weakref.ref(self), store, key, silent_s / SIGNS),
-            name="adacheck-life", daemon=True,
-        ).start()  # fmt: skip
+        background.start("adacheck-life", _live, weakref.ref(self), store, key, silent_s / SIGNS)
 
     def await_(self, keys: Mapping[int, str]) -> None:
         """These ranks are waited for, under these keys; nobody, if there are none."""
@@ -63,9 +61,9 @@ class Life:
 def _live(life: weakref.ref[Life], store: Any, key: str, pause_s: float) -> None:
     """The thread's work; it ends with the object."""
     for number in itertools.count(1):
-        time.sleep(pause_s)
+        ending = background.pause(pause_s)
         held = life()
-        if held is None:
+        if held is None or ending:
             return
         try:
             store.set(key, str(number))

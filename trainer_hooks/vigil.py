@@ -19,6 +19,7 @@ from adacheck_store.format.errors import AdaCheckError, UsageError
 from adacheck_store.group import Group
 from adacheck_store.redundancy.witness import DIGEST_BYTES, Place, Witness
 
+from . import background
 from .ranks import Board, find_board
 from .witness import Witnessing
 
@@ -71,8 +72,7 @@ class Vigil:
             except UsageError as error:
                 log.info("copies are compared at looks alone: %s", error)
                 return
-            self._thread = threading.Thread(target=self._run, name="adacheck-vigil", daemon=True)
-            self._thread.start()
+            self._thread = background.start("adacheck-vigil", self._run)
 
     def reached(self, step: int) -> None:
         """A boundary is about to be closed: wait here if it is not known yet where all look."""
@@ -95,16 +95,13 @@ class Vigil:
         """The run is over for this rank; others need not wait for its word."""
         with self._changed:
             self._ended = True
-            self._changed.notify_all()
 
     # The thread ------------------------------------------------------------------------------
 
     def _run(self) -> None:
         assert self._board is not None
         try:
-            while not self._ended:
-                with self._changed:
-                    self._changed.wait_for(lambda: self._ended, timeout=self._every_s)
+            while not self._ended and not background.pause(self._every_s):
                 self._round(self._board)
             if self._free is None:
                 self._board.post(f"free/{self._calls}/{self._group.rank}", str(self._step))

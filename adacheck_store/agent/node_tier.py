@@ -34,7 +34,7 @@ class NodeTier(PeerTier):
         self._opening: tuple[Mapping[str, Any], bytes] | None = None
         self._documents: dict[str, Source] = {}
         self._put_since = False
-        self._manifest = ""
+        self._manifests: set[str] = set()
         self._lock = threading.Lock()
 
     def open(self, opening: bytes, settings: Mapping[str, Any], manifest: str) -> None:
@@ -42,7 +42,7 @@ class NodeTier(PeerTier):
 
         Raises `UsageError` where the agent has not the memory for it, `TermError`.
         """
-        self._manifest = manifest
+        self._manifests.add(manifest)  # those before may still be on their way
         self._opening = ({"caller": self.caller, "settings": dict(settings)}, opening)
         self._open()
 
@@ -61,7 +61,10 @@ class NodeTier(PeerTier):
         for source in sources:
             if parse_key(source.key).kind in ("layout", "manifest"):
                 coming[source.key] = source
-            if parse_key(source.key).kind == "manifest" and source.expected_id != self._manifest:
+            if (
+                parse_key(source.key).kind == "manifest"
+                and source.expected_id not in self._manifests
+            ):
                 raise UnsupportedError(
                     "the model's tensors or their groups have changed, which agents cannot follow "
                     "yet: nothing is saved from here on", key=source.key,

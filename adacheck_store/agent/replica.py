@@ -252,9 +252,12 @@ class PartReplica(Replica):
         oldest = min((ref.step for ref in kept if ref.kind == "base"), default=0)
         if not follows or mark.newest < oldest:
             return kept
-        return [
+        last = self._line[-1]  # its base at the fork, where it begins with another layout, is of
+        return [  # use to one that has the parent's records of that step alone
             ref for ref in kept
-            if ref.step > mark.newest and (ref.kind == "delta" or ref.origin == "captured")
+            if (ref.step > mark.newest and (ref.kind == "delta" or ref.origin == "captured"))
+            or (ref.kind == "base" and ref.term == last.term and ref.step == last.first
+                and ref.step == mark.newest)
         ]  # fmt: skip
 
 

@@ -19,7 +19,7 @@ def test_a_node_without_agents(cluster):
     start.finish(1, SIZES["steps"])
 
 
-@pytest.mark.parametrize(("kind", "ranks"), [("ddp", 2), ("fsdp", 4)])
+@pytest.mark.parametrize(("kind", "ranks"), [("ddp", 2), ("fsdp", 4), ("hsdp", 4)])
 def test_ranks_on_two_nodes(cluster, kind, ranks):
     """A trainer, all trainers, then a node.
 

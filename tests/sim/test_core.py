@@ -394,6 +394,24 @@ def test_records_of_a_term_not_heard_of_stay() -> None:
     assert replica.stray() == []
 
 
+def test_a_holder_is_sent_the_base_that_a_term_begins_with() -> None:
+    """It can produce the fork, by the parent's records: the term's first delta does not follow."""
+    agent = core(places=0, fold_every=100)
+    to_the_watermark(agent)
+    agent.handle(opened(T2), 1.0)
+    mine, theirs = agent.view.replicas[P], make_replica(P)
+    theirs.follow(agent.view.line, agent.view.opened.manifests)
+    for item in mine.refs.values():
+        theirs.add(item, RAM)
+    assert theirs.mark().newest == 2
+    for item in (ref("base", 2, T2, parent="m2", layout="l2"), ref("delta", 3, T2, layout="l2")):
+        mine.add(item, RAM)
+    assert mine.mark().spans == ((0, 3),)
+    for item in mine.lacking(theirs.mark(), 2):
+        theirs.add(item, RAM)
+    assert theirs.mark() == mine.mark()
+
+
 def test_a_mark_has_a_hole_where_a_gap_was_declared() -> None:
     agent = core()
     put(agent, ref("base", 0), ref("extra", 0))
