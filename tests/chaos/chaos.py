@@ -257,23 +257,25 @@ class Chaos:
         self.full.clear()
         self.stopped.clear()
 
-    def _saved_again(self) -> None:
+    def _saved_again(self) -> int:
         """Agents come back, and within some steps what training does is acknowledged again.
 
         Where both agents are new it takes a captured base, and so steps: a gap closes with one.
+        Returns the step that training may go to.
         """
         attempt = self.attempt
         until(
             lambda: all(map(self._status, self.hosts)) or not attempt.alive, "agents run", HEALS_S
         )
-        first = attempt.least("step") + 1
-        for step in range(first, first + MORE_STEPS):
-            attempt.gate(step)
-            end = time.monotonic() + (1.0 if step < first + MORE_STEPS - 1 else HEALS_S)
+        first = max(attempt.least("restored"), attempt.least("step")) + 1
+        for number, step in enumerate(range(first, first + MORE_STEPS)):
+            attempt.gate(step)  # pauses between captured bases grow, where they fail
+            end = time.monotonic() + (2.0**number if number < MORE_STEPS - 1 else HEALS_S)
             while attempt.least("stored") < first and time.monotonic() < end and attempt.alive:
                 time.sleep(0.05)
         saved = attempt.least("stored")
         assert saved >= first or not attempt.alive, f"{saved} of {first}: {attempt.log()}"
+        return step
 
     # Truth ------------------------------------------------------------------------------------
 
@@ -357,8 +359,9 @@ class Chaos:
 
     def finish(self) -> str:
         """Drain all, lose all but the far tier, and restore that."""
-        step = self.attempt.least("restored") + 3
-        self.attempt.held(self.attempt.number, step)
+        step = self._saved_again()
+        until(lambda: self.attempt.least("stored") >= step, "all is saved", HEALS_S)
+        self.attempt.check(self.attempt.number)
         for host in self.hosts:
             host.ask("flush", hurry=True)
         until(lambda: not any(map(_waits, self.hosts)), "all is drained")
