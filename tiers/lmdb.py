@@ -201,19 +201,20 @@ class LmdbTier(Tier):
             names = [head_key(key) for key in keys if is_key(key)]
 
             def body(txn: lmdb.Transaction) -> tuple[int, list[bytes]]:
-                freed, prefixes = 0, []
+                freed, values = 0, []
                 for name in names:
                     value = txn.get(name)
                     if value is not None:
-                        prefixes.append(bytes(value[:PREFIX_BYTES]))
+                        values.append(bytes(value))
                         freed += cost(len(name), len(value))
                         txn.delete(name)
-                return freed, prefixes
+                return freed, values
 
-            freed, prefixes = env.write("lmdb.delete", body)
+            freed, values = env.write("lmdb.delete", body)
             with env.write_lock:
                 ledger.used_bytes -= freed
-            self._drop(env, prefixes)
+            self._drop(env, [value[:PREFIX_BYTES] for value in values])
+            self._heads.forget(values)
             self._links.forget()
 
     def sync(self) -> None:

@@ -186,6 +186,13 @@ class HeadCache:
             self._keep(text, entry)
         return entry
 
+    def forget(self, values: Iterable[bytes]) -> None:
+        """Keep the heads of these values no longer: their records are deleted."""
+        with self._lock:
+            for text in values:
+                if self._entries.pop(text, None) is not None:
+                    self._bytes -= len(text)
+
     def _keep(self, text: bytes, entry: Entry) -> None:
         with self._lock:
             self._bytes += 0 if text in self._entries else len(text)

@@ -1,5 +1,6 @@
 """What can happen to LMDB and to nothing else."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -26,6 +27,7 @@ from adacheck_store.format.errors import (
     TooNewError,
     UnsupportedError,
 )
+from adacheck_store.format.head import SealedHead
 from adacheck_store.format.record import Block
 from adacheck_store.tiers import failpoints, lmdb_check, lmdb_entries, lmdb_env, medium
 from adacheck_store.tiers.base import RecordSource
@@ -385,6 +387,23 @@ def test_heads_are_parsed_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> N
             tier.head(key)
     tier.close()
     assert len(parsed) == len(keys)
+
+
+def test_heads_of_deleted_records_are_not_kept(path: Path) -> None:
+    """An agent's disk has few records at a time, and millions in a run."""
+    keys = filled(path, World(), 100)
+    tier = LmdbTier(path)
+    ids = [tier.head(key).id for key in keys]
+
+    def kept() -> list[bool]:
+        gc.collect()
+        found = {each.id for each in gc.get_objects() if type(each) is SealedHead}
+        return [identity in found for identity in ids]
+
+    assert all(kept())
+    tier.delete(keys[:90])
+    assert kept() == [False] * 90 + [True] * 10
+    tier.close()
 
 
 def test_one_record_by_three_writers_leaves_no_pages(path: Path) -> None:
