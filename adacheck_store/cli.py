@@ -14,6 +14,7 @@ from adacheck_store.agent.command import agent_verb
 from adacheck_store.format.errors import AdaCheckError
 from adacheck_store.tools.plan_command import plan_verb
 
+from .cli_inside import cat_verb, diff_verb
 from .cli_keep import gc_verb, tag_verb
 from .cli_kit import complain, open_url, progress_bar, show_rows, store_options
 
@@ -84,22 +85,33 @@ def main() -> None:
 
 @main.command("ls")
 @store_options()
-def ls_verb(store_url: str, cache: str | None, as_json: bool, run: str) -> None:
+@click.option("--tier", default="", help="With --run: of this tier alone.")
+@click.option("--term", default="", help="With --run: of this term alone (or its beginning).")
+def ls_verb(
+    store_url: str, cache: str | None, as_json: bool, run: str, tier: str, term: str
+) -> None:
     """Runs of a store; with --run what every tier holds of every term."""
     from adacheck_store.tools.ls import ls
 
+    if (tier or term) and not run:
+        raise click.UsageError("--tier and --term belong to --run")
     with open_url(store_url, cache) as store:
-        show_rows("ls", store_url, list(ls(store, run)), as_json)
+        show_rows("ls", store_url, list(ls(store, run, tier=tier, term=term)), as_json)
 
 
 @main.command("log")
 @store_options()
-def log_verb(store_url: str, cache: str | None, as_json: bool, run: str) -> None:
+@click.option("--graph", "drawn", is_flag=True, help="Drawn: forks, bases, gaps, tags, floors.")
+def log_verb(store_url: str, cache: str | None, as_json: bool, run: str, drawn: bool) -> None:
     """Terms of a run, their forks, and the floors of its tiers."""
+    from adacheck_store.tools.graph import graph
     from adacheck_store.tools.log import log
 
     with open_url(store_url, cache) as store:
-        show_rows("log", store_url, list(log(store, run)), as_json)
+        if drawn:
+            show_rows("graph", store_url, list(graph(store, run)), as_json)
+        else:
+            show_rows("log", store_url, list(log(store, run)), as_json)
 
 
 @main.command("show")
@@ -125,17 +137,22 @@ def status_verb(store_url: str, cache: str | None, as_json: bool, run: str) -> N
 
 @main.command("fsck")
 @store_options()
+@click.option("--deep", is_flag=True, help="Fold a sample of steps too, and compare.")
+@click.option("--sample", type=click.IntRange(min=1), default=8, show_default=True,
+              help="With --deep: steps of each run.")  # fmt: skip
 @click.option("--repair", is_flag=True, help="Rebuild from other tiers, set aside the rest.")
 @click.option("--dry-run", is_flag=True, help="With --repair: only say what would be done.")
 @click.pass_context
 def fsck_verb(
-    ctx: click.Context, store_url: str, cache: str | None, as_json: bool, run: str, repair: bool,
-    dry_run: bool,
+    ctx: click.Context, store_url: str, cache: str | None, as_json: bool, run: str, deep: bool,
+    sample: int, repair: bool, dry_run: bool,
 ) -> None:  # fmt: skip
     """Check every record of a store, read-only, and say which steps are provable.
 
-    With --repair what does not verify is first rebuilt from any tier that has it right; what none
-    has is moved to _aside. Ends with 4 if all could be rebuilt and the store is clean.
+    With --deep a sample of steps is folded, and held against the trainer's fingerprints and against
+    bases that an earlier one leads to. With --repair what does not verify is first rebuilt from any
+    tier that has it right; what none has is moved to _aside. Ends with 4 if all could be rebuilt
+    and the store is clean.
     """
     from adacheck_store.tools.findings import CLEAN, DAMAGED, REPAIRED, Finding, exit_code
     from adacheck_store.tools.fsck import fsck
@@ -149,7 +166,7 @@ def fsck_verb(
         if repair:
             rows += mend(store, run, dry_run=dry_run, progress=tell)
         repaired = [row.done for row in rows]
-        rows += fsck(store, run, tell)
+        rows += fsck(store, run, tell, deep=sample if deep else 0)
     code = exit_code(row for row in rows if isinstance(row, Finding))
     if repaired and code == CLEAN:
         code = REPAIRED if set(repaired) == {REBUILT} else DAMAGED
@@ -254,6 +271,8 @@ def export_verb(
 
 
 main.add_command(agent_verb)
+main.add_command(cat_verb)
+main.add_command(diff_verb)
 main.add_command(gc_verb)
 main.add_command(plan_verb)
 main.add_command(tag_verb)

@@ -113,10 +113,11 @@ def show_rows(kind: str, url: str, rows: list[Any], as_json: bool, **more: Any) 
     if as_json:
         print_json(url, rows, **more)
         return
-    from adacheck_store.tools import tables
+    from adacheck_store.tools import tables, tables_history
 
     out = console()
     if kind == "restored":
         tables.print_restored(out, rows[0])
     else:
-        getattr(tables, f"print_{kind}")(out, rows)
+        name = f"print_{kind}"
+        getattr(tables_history if hasattr(tables_history, name) else tables, name)(out, rows)

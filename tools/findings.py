@@ -115,6 +115,14 @@ KINDS: dict[str, Kind] = {
     "floor": Kind(
         DAMAGE, "this tier has deleted what its base was to replace", _ALONE, "INV-32"
     ),
+    "fold": Kind(
+        DAMAGE, "what is restored by way of this base is not what the trainer had",
+        "restore a step behind another base; see which machine made this one",
+    ),
+    "not-folded": Kind(
+        WARNING, "nothing is known of this step but that its bytes are as written",
+        "check again, where its optimizer is known and nothing prunes", unchecked=True,
+    ),
     "tag": Kind(
         DAMAGE, "a step that was to stay is lost", "remove the tag, and trust no other step by it",
         "INV-40",

@@ -25,13 +25,20 @@ from .fsck_chain import (
     check_terms,
     provable_alone,
 )
+from .fsck_deep import FoldedRow, check_folds
 from .fsck_objects import check_medium, check_overlaps
 from .fsck_records import Layouts, RecordCheck
 from .rows import Progress, all_refs, choose_run, held_alone, runs_of, silent
 
+Row = Finding | Provable | FoldedRow
 
-def fsck(store: Store, run: str = "", progress: Progress = silent) -> Iterator[Finding | Provable]:
+
+def fsck(
+    store: Store, run: str = "", progress: Progress = silent, *, deep: int = 0
+) -> Iterator[Row]:
     """Every finding of a store, or of one run. The store must be open for reading.
+
+    ``deep`` steps of every run are folded besides, and held against the trainer's fingerprints.
 
     `findings.exit_code` says what they amount to.
     """
@@ -40,7 +47,7 @@ def fsck(store: Store, run: str = "", progress: Progress = silent) -> Iterator[F
     for tier in store.tiers:
         yield from check_medium(tier, run)
     for name in names:
-        yield from check_run(store, name, progress)
+        yield from check_run(store, name, progress, deep)
 
 
 def _tiers(store: Store) -> Iterator[Finding]:
@@ -61,7 +68,7 @@ def _tiers(store: Store) -> Iterator[Finding]:
             yield finding("quarantined", "a tier that was set aside", tier="lmdb", path=str(aside))
 
 
-def check_run(store: Store, run: str, progress: Progress = silent) -> Iterator[Finding | Provable]:
+def check_run(store: Store, run: str, progress: Progress = silent, deep: int = 0) -> Iterator[Row]:
     """Every finding of one run."""
     catalog = read_catalog(store.tiers, run)
     layouts = Layouts(store.tiers, run)
@@ -88,6 +95,8 @@ def check_run(store: Store, run: str, progress: Progress = silent) -> Iterator[F
     yield from check_drift(sound)
     yield from check_steps(sound)
     yield from check_tags(store.far.traits.name, sound)
+    if deep:
+        yield from check_folds(store.tiers, sound, deep, progress)
     if len(alone) > 1:
         yield from provable_alone(run, alone)
 

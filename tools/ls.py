@@ -49,14 +49,21 @@ class HoldingRow:
     nbytes: int
 
 
-def ls(store: Store, run: str = "") -> Iterator[RunRow | HoldingRow]:
-    """All runs of a store; of a run that is named also what lies where."""
+def ls(
+    store: Store, run: str = "", *, tier: str = "", term: str = ""
+) -> Iterator[RunRow | HoldingRow]:
+    """All runs of a store; of a run that is named also what lies where.
+
+    ``tier`` and ``term`` (or its beginning) leave out what lies elsewhere and what others wrote.
+    """
     names = [choose_run(store, run)] if run else runs_of(store)
     for name in names:
         catalog = read_catalog(store.tiers, name)
         yield run_row(catalog)
         if run:
-            yield from holdings(catalog)
+            for row in holdings(catalog):
+                if tier in ("", row.tier) and row.term.startswith(term):
+                    yield row
 
 
 def run_row(catalog: Catalog) -> RunRow:

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from adacheck_store.candidates import Outcome, carry_out
 from adacheck_store.fetch import Fetcher
 from adacheck_store.fold import Fold, FoldReport
@@ -179,13 +181,10 @@ def _write(
     os.ftruncate(file, 0)
     os.ftruncate(file, room + export.nbytes)
     writer = FileWriter(file, room, export)
-    counted = []
     for part, fold in opened.folds.items():
         for _ in fold.steps(PieceSink(part, opened.tensors, writer.write)):
             progress(f"step {plan.step} of run {plan.run}", writer.written, export.nbytes)
-        mine = functools.partial(opened.wanted, part)
-        counted.append(counters(fold.layout, fold.report.states, mine))
-    scalars = joined(counted)
+    scalars = counters_of(opened)
     reports = [fold.report for fold in opened.folds.values()]
     head["certificate"] = _dump(dataclasses.asdict(certify(plan, reports, fetcher)))
     finish(file, room, export, scalars, head)
@@ -208,6 +207,14 @@ def _metadata(plan: RestorePlan, opened: Opened) -> dict[str, str]:
         "aliases": _dump(opened.tensors.aliases),
         "dtypes": _dump(dtypes),
     }
+
+
+def counters_of(opened: Opened) -> dict[str, torch.Tensor]:
+    """Counters of all parts after their folds, as 0-dim tensors; see `whole.joined`."""
+    return joined([
+        counters(fold.layout, fold.report.states, functools.partial(opened.wanted, part))
+        for part, fold in opened.folds.items()
+    ])  # fmt: skip
 
 
 def optimizers_of(opened: Opened) -> list[Any]:

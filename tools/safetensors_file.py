@@ -88,11 +88,12 @@ class FileWriter:
         entry = self._plan.entries.get(name)
         if entry is not None:
             data = byte_view(elements)
-            _write_at(self._file, data, self._start + entry.offset + at * item_bytes(entry.dtype))
+            write_at(self._file, data, self._start + entry.offset + at * item_bytes(entry.dtype))
             self.written += len(data)
 
 
-def _write_at(file: int, data: memoryview, at: int) -> None:
+def write_at(file: int, data: memoryview, at: int) -> None:
+    """Write all of some bytes to their place in a file."""
     while data.nbytes:
         count = os.pwrite(file, data, at)
         data, at = data[count:], at + count
@@ -121,4 +122,4 @@ def finish(
             hint="restore it into a model instead",
         )
     head = _LENGTH.pack(space) + text + b" " * (space - len(text)) + data
-    _write_at(file, memoryview(head), 0)
+    write_at(file, memoryview(head), 0)

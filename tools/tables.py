@@ -14,7 +14,7 @@ from .compact import CompactRow
 from .doctor import CheckRow
 from .drill import DrillRow
 from .findings import Finding, Provable, exit_code
-from .gc import GcRow
+from .fsck_deep import FoldedRow
 from .log import FloorRow, TermRow
 from .ls import HoldingRow, RunRow
 from .repair import LEFT, RepairRow
@@ -22,7 +22,6 @@ from .restore import RestoredFile
 from .rows import size
 from .show import RecordRow, StepRow
 from .status import Row, TierRow, TroubleRow
-from .tag import TagRow
 
 _STYLES = {"damage": "bold red", "warning": "yellow", "info": "dim"}
 _FINDINGS_PER_KIND = 10
@@ -36,14 +35,16 @@ def _text(value: Any) -> str:
     return escape(str(value))
 
 
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", header_style="bold", expand=False)
+def table(title: str, *columns: str) -> Table:
+    """A table without rows."""
+    made = Table(title=title, title_justify="left", header_style="bold", expand=False)
     for column in columns:
-        table.add_column(column, overflow="fold")
-    return table
+        made.add_column(column, overflow="fold")
+    return made
 
 
-def _print(console: Console, table: Table, rows: Iterable[Iterable[Any]]) -> None:
+def print_table(console: Console, table: Table, rows: Iterable[Iterable[Any]]) -> None:
+    """Fill a table and print it, unless there are no rows."""
     for row in rows:
         table.add_row(*(_text(value) for value in row))
     if table.row_count:
@@ -53,9 +54,9 @@ def _print(console: Console, table: Table, rows: Iterable[Iterable[Any]]) -> Non
 def print_ls(console: Console, rows: list[RunRow | HoldingRow]) -> None:
     """Runs, and what lies where."""
     runs = [row for row in rows if isinstance(row, RunRow)]
-    _print(
+    print_table(
         console,
-        _table("Runs", "run", "terms", "steps", "provable", "bases", "records", "bytes", "?"),
+        table("Runs", "run", "terms", "steps", "provable", "bases", "records", "bytes", "?"),
         (
             (r.run, r.terms, r.steps, r.provable, r.bases, r.records,
              "  ".join(f"{tier} {size(n)}" for tier, n in r.nbytes.items()), r.troubles or "")
@@ -64,8 +65,8 @@ def print_ls(console: Console, rows: list[RunRow | HoldingRow]) -> None:
     )  # fmt: skip
     if not runs:
         console.print("no runs")
-    _print(
-        console, _table("Holdings", "term", "line", "tier", "bases", "deltas", "extras", "bytes"),
+    print_table(
+        console, table("Holdings", "term", "line", "tier", "bases", "deltas", "extras", "bytes"),
         (
             (r.term, r.on_line, r.tier, r.bases, r.deltas, r.extras, size(r.nbytes))
             for r in rows if isinstance(r, HoldingRow)
@@ -75,9 +76,9 @@ def print_ls(console: Console, rows: list[RunRow | HoldingRow]) -> None:
 
 def print_log(console: Console, rows: list[TermRow | FloorRow]) -> None:
     """Terms and floors."""
-    _print(
+    print_table(
         console,
-        _table("Terms", "claim", "term", "line", "parent", "fork", "first", "steps", "on the line",
+        table("Terms", "claim", "term", "line", "parent", "fork", "first", "steps", "on the line",
                "excuse"),
         (
             (r.claim, r.term, r.on_line, r.parent or None, r.fork_step, r.first, r.steps,
@@ -85,8 +86,8 @@ def print_log(console: Console, rows: list[TermRow | FloorRow]) -> None:
             for r in rows if isinstance(r, TermRow)
         ),
     )  # fmt: skip
-    _print(
-        console, _table("Floors", "entry", "tier", "step", "kept", "of terms", "written by"),
+    print_table(
+        console, table("Floors", "entry", "tier", "step", "kept", "of terms", "written by"),
         (
             (r.index, r.tier, r.step, r.kept, " ".join(r.terms), r.term)
             for r in rows if isinstance(r, FloorRow)
@@ -96,9 +97,9 @@ def print_log(console: Console, rows: list[TermRow | FloorRow]) -> None:
 
 def print_status(console: Console, rows: list[Row]) -> None:
     """Tiers, agents with their chains and drains, and troubles."""
-    _print(
+    print_table(
         console,
-        _table("Tiers", "tier", "newest", "provable", "behind", "bases", "newest base", "bytes",
+        table("Tiers", "tier", "newest", "provable", "behind", "bases", "newest base", "bytes",
                "held by"),
         (
             (r.tier, r.newest, r.provable, r.behind, r.bases, r.newest_base, size(r.nbytes),
@@ -107,16 +108,16 @@ def print_status(console: Console, rows: list[Row]) -> None:
         ),
     )  # fmt: skip
     _print_agents(console, rows)
-    _print(
-        console, _table("Troubles", "tier", "key", "what"),
+    print_table(
+        console, table("Troubles", "tier", "key", "what"),
         ((r.tier, r.key, r.what) for r in rows if isinstance(r, TroubleRow)),
     )  # fmt: skip
 
 
 def _print_agents(console: Console, rows: list[Row]) -> None:
-    _print(
+    print_table(
         console,
-        _table("Agents", "node", "pid", "term", "watermark", "trainers", "memory", "records", "at",
+        table("Agents", "node", "pid", "term", "watermark", "trainers", "memory", "records", "at",
                "last error"),
         (
             (r.node, r.pid, r.term, _step(r.watermark), r.trainers,
@@ -125,9 +126,9 @@ def _print_agents(console: Console, rows: list[Row]) -> None:
             for r in rows if isinstance(r, AgentRow)
         ),
     )  # fmt: skip
-    _print(
+    print_table(
         console,
-        _table("Chains", "node", "chain", "replica", "newest", "exposed", "holders", "bytes"),
+        table("Chains", "node", "chain", "replica", "newest", "exposed", "holders", "bytes"),
         (
             (r.node, r.chain, _step(r.replica_step), _step(r.newest_step), r.exposed,
              ", ".join(f"{name} {'silent' if name in r.silent else _step(step)}"
@@ -136,9 +137,9 @@ def _print_agents(console: Console, rows: list[Row]) -> None:
             for r in rows if isinstance(r, ChainRow)
         ),
     )  # fmt: skip
-    _print(
+    print_table(
         console,
-        _table("Drains", "node", "to", "waiting", "bytes", "lag", "drained", "requests", "busy",
+        table("Drains", "node", "to", "waiting", "bytes", "lag", "drained", "requests", "busy",
                "error"),
         (
             (r.node, r.place, r.records, size(r.nbytes), f"{r.lag_steps} steps, {r.lag_s:g} s",
@@ -169,8 +170,8 @@ def print_show(console: Console, rows: list[StepRow | RecordRow]) -> None:
         for name, value in facts.items():
             if value not in ("", None):
                 console.print(f"  {name:9} {_text(value)}")
-        _print(
-            console, _table("arrays", "name", "dtype", "elements", "bytes", "blocks"),
+        print_table(
+            console, table("arrays", "name", "dtype", "elements", "bytes", "blocks"),
             ((a.name, a.dtype, a.elements, size(a.nbytes), a.blocks) for a in row.arrays),
         )  # fmt: skip
         _print_tree(console, row.body, 1)
@@ -191,10 +192,12 @@ def _print_tree(console: Console, value: Mapping[str, Any], depth: int) -> None:
             console.print(f"{lead}: {_text(item)}")
 
 
-def print_findings(console: Console, rows: list[RepairRow | Finding | Provable]) -> None:
+def print_findings(
+    console: Console, rows: list[RepairRow | Finding | Provable | FoldedRow]
+) -> None:
     """Repairs, findings by severity, provable steps, and the result in a line."""
-    _print(
-        console, _table("Repairs", "tier", "was", "done", "key", "why"),
+    print_table(
+        console, table("Repairs", "tier", "was", "done", "key", "why"),
         (
             (r.tier, r.was, r.done if r.applied or r.done == LEFT else f"to be {r.done}", r.key,
              r.why)
@@ -215,12 +218,21 @@ def print_findings(console: Console, rows: list[RepairRow | Finding | Provable])
             if count > _FINDINGS_PER_KIND:
                 console.print(f"[{style}]{severity}[/{style}] {kind} in {_text(tier)}: "
                               f"{count} in all (--json lists them)")  # fmt: skip
-    _print(
-        console, _table("Provable steps", "run", "from", "steps", "newest", "count"),
+    print_table(
+        console, table("Provable steps", "run", "from", "steps", "newest", "count"),
         (
             (r.run, "all tiers" if r.tier == "all" else f"{r.tier} alone", r.steps, r.newest,
              r.count)
             for r in rows if isinstance(r, Provable)
+        ),
+    )  # fmt: skip
+    print_table(
+        console,
+        table("Folded", "run", "step", "base", "deltas", "class", "sums", "bases", "drift"),
+        (
+            (r.run, r.step, r.base, r.deltas, r.exactness, r.checked, r.compared,
+             None if r.drift is None else f"{r.drift:.3g}")
+            for r in rows if isinstance(r, FoldedRow)
         ),
     )  # fmt: skip
     console.print(summary(findings))
@@ -251,12 +263,12 @@ _VERDICTS = {"ok": "green", "warning": "yellow", "bad": "bold red", "unknown": "
 
 def print_doctor(console: Console, rows: list[CheckRow]) -> None:
     """What was looked at, and what to mend."""
-    table = _table("Doctor", "area", "check", "", "found")
+    made = table("Doctor", "area", "check", "", "found")
     for row in rows:
         style = _VERDICTS[row.verdict]
         verdict = f"[{style}]{row.verdict}[/{style}]"
-        table.add_row(_text(row.area), _text(row.check), verdict, _text(row.found))
-    console.print(table)
+        made.add_row(_text(row.area), _text(row.check), verdict, _text(row.found))
+    console.print(made)
     for row in rows:
         if row.remedy:
             console.print(f"{row.area}, {row.check}: {escape(row.remedy)}")
@@ -264,9 +276,9 @@ def print_doctor(console: Console, rows: list[CheckRow]) -> None:
 
 def print_drill(console: Console, rows: list[DrillRow]) -> None:
     """Losses, and what a restore after each gives."""
-    _print(
+    print_table(
         console,
-        _table("Drill", "lost", "restored", "RPO", "RTO", "read", "requests", "from"),
+        table("Drill", "lost", "restored", "RPO", "RTO", "read", "requests", "from"),
         (
             (r.loss, r.outcome if r.step is None else f"step {r.step}",
              f"{r.lost} of {r.newest + 1} steps", f"{r.seconds:.2f} s", size(r.nbytes),
@@ -305,43 +317,3 @@ def print_compact(console: Console, rows: list[CompactRow]) -> None:
         console.print(f"  {escape(row.key)}")
         for reason in row.reasons[:5]:
             console.print(f"  {escape(reason)}")
-
-
-def print_gc(console: Console, rows: list[GcRow]) -> None:
-    """What went, or would go."""
-    _print(
-        console, _table("Floors", "run", "tier", "step", "kept below", ""),
-        (
-            (r.run, r.tier, r.step, "\n".join(f"{s} {', '.join(w)}" for s, w in r.kept.items()),
-             _done(r))
-            for r in rows if r.what == "floor"
-        ),
-    )  # fmt: skip
-    found = [row for row in rows if row.what != "floor"]
-    _print(
-        console, _table("Garbage", "run", "tier", "what", "count", "bytes", ""),
-        (
-            (r.run or None, r.tier, r.what, r.count, size(r.nbytes) if r.nbytes else None, _done(r))
-            for r in found
-        ),
-    )  # fmt: skip
-    if not found:
-        console.print("nothing to delete")
-    elif not any(row.applied for row in found):
-        console.print("nothing was changed: --apply does it")
-
-
-def _done(row: GcRow) -> str:
-    if row.done in ("left", "stands") or row.applied:
-        return f"{row.done}: {row.why}" if row.why else row.done
-    return f"would be {row.done}"
-
-
-def print_tags(console: Console, rows: list[TagRow]) -> None:
-    """Tags of a run."""
-    _print(
-        console, _table("Tags", "name", "step", "term", "line", "base", ""),
-        ((r.name, r.step, r.term, r.on_line, r.base, r.done) for r in rows),
-    )  # fmt: skip
-    if not rows:
-        console.print("no tags")

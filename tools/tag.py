@@ -46,6 +46,20 @@ def tags(store: Store, run: str = "") -> Iterator[TagRow]:
         yield _row(tag, tag.term in terms, tag.step in steps, "stands")
 
 
+def step_named(store: Store, text: str, run: str = "") -> int:
+    """A step by its number or by its tag; raises `UsageError` for a name that is no tag."""
+    if text.isascii() and text.isdigit():
+        return int(text)
+    chosen = choose_run(store, run)
+    found = {tag.name: tag.step for tag in read_catalog(store.tiers, chosen).tags}
+    if text not in found:
+        listed = ", ".join(sorted(found))
+        raise UsageError(
+            f"no step and no tag: {text[:140]!r}", run=chosen, hint=f"of: {listed or 'none'}"
+        )
+    return found[text]
+
+
 def add(
     store: Store, name: str, run: str = "", *, step: int | None = None, inexact: bool = False,
     progress: Progress = silent,

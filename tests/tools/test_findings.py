@@ -16,7 +16,12 @@ from adacheck_store.arrays import byte_view
 from adacheck_store.boundary import Link
 from adacheck_store.format.bodies import ExtraBody
 from adacheck_store.format.canonical import ArrayRef
-from adacheck_store.format.errors import RecordNotFoundError, TierUnavailableError, TooNewError
+from adacheck_store.format.errors import (
+    RecordNotFoundError,
+    TierUnavailableError,
+    TooNewError,
+    UnsupportedError,
+)
 from adacheck_store.format.head import ArrayInfo, SealedHead
 from adacheck_store.format.ids import block_digests
 from adacheck_store.format.keys import (
@@ -41,6 +46,7 @@ from adacheck_store.tools.findings import (
     finding,
 )
 from adacheck_store.tools.fsck import fsck
+from adacheck_store.tools.fsck_deep import FoldedRow
 from adacheck_store.tools.restore import restore
 from tests.core.toy import Toy
 from tests.tools.stores import adamw, make_toy
@@ -565,9 +571,65 @@ def test_restore_needs_the_extras_whole(tmp_path: Path) -> None:
     assert chain.found()["block"].key == key
 
 
+def deep(chain: Chain, count: int = 9) -> tuple[list[FoldedRow], dict[str, Finding]]:
+    """What the deep check folds and finds, beyond what the plain one does."""
+    rows = list(fsck(Store("memory://loose", chain.tier, chain.tier), deep=count))
+    assert chain.found() == {}, "bytes are as they were written"
+    return [r for r in rows if isinstance(r, FoldedRow)], {
+        r.kind: r for r in rows if isinstance(r, Finding)
+    }  # fmt: skip
+
+
+def test_deep_folds_a_sample() -> None:
+    """Evenly from the newest to the oldest; bases are held against the fold that leads to them."""
+    rows, found = deep(Chain())
+    assert found == {}
+    assert [(row.step, row.base, row.deltas) for row in rows] == [
+        (6, 6, 0), (5, 0, 5), (4, 0, 4), (3, 0, 3), (2, 0, 2), (1, 0, 1), (0, 0, 0),
+    ]  # fmt: skip
+    assert [row.compared for row in rows] == [1, 0, 0, 0, 0, 0, 0]
+    assert rows[0].drift == 0.0
+    assert all(row.checked > 0 for row in rows if row.deltas)
+    assert {(row.exactness, row.differed) for row in rows} == {("exact", 0)}
+    assert [row.step for row in deep(Chain(), 3)[0]] == [6, 3, 0]
+    assert [row.step for row in deep(Chain(), 1)[0]] == [6]
+
+
+@pytest.mark.parametrize(("step", "steps"), [(6, [5, 4, 3, 2, 1, 0]), (0, [0])])
+def test_deep_finds_what_digests_cannot(step: int, steps: list[int]) -> None:
+    """A base with digests of its own that is not the trainer's state, and what hangs on it."""
+    chain = Chain()
+    key = chain.key("base", step)
+    data = bytearray(chain.tier.records[key].arrays["s0/param"])
+    data[2] ^= 1
+    chain.change(key, {"s0/param": bytes(data)})
+    rows, found = deep(chain)
+    assert found.keys() == {"fold"}
+    assert found["fold"].key == key or step == 0
+    assert [row.step for row in rows] == steps
+
+
+def test_deep_says_what_it_cannot_fold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An optimizer that is not known here: not damage, and not clean."""
+    chain = Chain()
+
+    def unknown(*_: Any) -> Any:
+        raise UnsupportedError("optimizer mine.Own is not known here")
+
+    monkeypatch.setattr("adacheck_store.tools.fsck_deep.open_fold", unknown)
+    rows, found = deep(chain)
+    assert rows == []
+    assert found.keys() == {"not-folded"}
+    assert exit_code(found.values()) == 3
+
+
+DEEP = {"fold", "not-folded"}
+"""Kinds of the deep check alone."""
+
+
 def test_every_kind_is_tested() -> None:
     """A kind without a case above or in test_damage would prove nothing."""
-    assert set(CASES) | ELSEWHERE == set(KINDS)
+    assert set(CASES) | ELSEWHERE | DEEP == set(KINDS)
     text = (Path(__file__).parent / "test_damage.py").read_text(encoding="utf-8")
     assert not [kind for kind in ELSEWHERE if f'"{kind}"' not in text]
 

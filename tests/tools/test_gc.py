@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ from adacheck_store.format.errors import NotProvableError
 from adacheck_store.format.keys import parse_key
 from adacheck_store.policy import Retention
 from adacheck_store.restore import Restored, restore_state
+from adacheck_store.retention import FloorChoice, raise_floor
 from adacheck_store.store import open_for_reading, open_store
-from adacheck_store.terms import claim_term
+from adacheck_store.terms import claim_term, put_floor
 from adacheck_store.tiers import failpoints
 from adacheck_store.tiers.base import Tier
 from adacheck_store.tools.gc import gc
@@ -80,12 +82,12 @@ def check(store: Path, states: dict[int, Restored], alone: set[int]) -> None:
     assert findings(store) == (0, [])
 
 
-def below_floor(store: Path) -> set[str]:
-    """Kinds of what lies below step 32, but in packs that reach above it; of 0, 13 and 16 alone."""
+def below_floor(store: Path, kept: Set[int] = frozenset({0, 13, 16})) -> set[str]:
+    """Kinds of what lies below step 32, but in packs that reach above it; of what is kept alone."""
     left = [parse_key(key) for kind in ("base", "delta", "extra")
             for key in keys_of(store, "zarr", kind)]  # fmt: skip
     low = [key for key in left if key.step < 32 - PACK]
-    assert {key.step for key in low} == {0, 13, 16}
+    assert {key.step for key in low} == kept
     return {key.kind for key in low}
 
 
@@ -200,6 +202,28 @@ def test_a_trainer_keeps_what_attach_and_tags_say(
     with open_for_reading(str(store)) as opened:
         assert provable([opened.far], first) == [0, 16, 18]
     assert findings(store) == (0, [])
+
+
+def test_a_floor_that_a_writer_raises_lets_whole_packs_go(
+    store: Path, states: dict[int, Restored]
+) -> None:
+    """An extra that is kept has a pack of its own by then, and the rest of its pack goes."""
+    with open_store(str(store), write=True) as opened:
+        far = opened.far
+
+        def put(choice: FloorChoice) -> bool:
+            floor = put_floor(
+                far, RUN, term=choice.terms[-1], terms=choice.terms, step=choice.step,
+                kept=tuple(choice.kept),
+            )  # fmt: skip
+            return floor is not None
+
+        rules = Retention(last=2, every=16)
+        floor, doomed = raise_floor(far, RUN, 2, cap=None, current=-1, put=put, retention=rules)
+        far.delete(doomed)
+    assert floor == 32
+    assert below_floor(store, {0, 16}) == {"base", "extra"}
+    check(store, states, {0, 16, *range(32, END + 1)})
 
 
 def loose(store: Path, age_s: float) -> Path:

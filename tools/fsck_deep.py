@@ -1,0 +1,131 @@
+"""The deep check: a sample of steps is folded, and held against what the trainer had.
+
+Digests say that bytes are as they were written. Only a fold says that they give the state that the
+trainer had: by the fingerprints in its deltas, and by every base that an earlier one leads to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from adacheck_store.arrays import torch_dtype
+from adacheck_store.catalog import Catalog
+from adacheck_store.drift import Drift, measure, stretch
+from adacheck_store.fetch import Fetcher
+from adacheck_store.format.errors import AdaCheckError, ReplayMismatchError
+from adacheck_store.format.layout import Section
+from adacheck_store.reading import open_fold, open_layout
+from adacheck_store.recovery import PartPlan, Prover, RestorePlan
+from adacheck_store.tiers.base import Tier
+
+from .findings import Finding, finding
+from .ls import line_prover
+from .rows import Progress
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoldedRow:
+    """A step that was folded, from ``base`` over ``deltas``, of all parts together.
+
+    ``checked`` fingerprints were compared, of which ``differed`` were others (in class ``bounded``
+    they may). ``compared`` bases were held against the fold from an earlier one; ``drift`` is the
+    largest difference of any number there (None: nothing was compared).
+    """
+
+    run: str
+    step: int
+    base: int
+    deltas: int
+    exactness: str
+    checked: int
+    differed: int
+    compared: int
+    drift: float | None
+
+
+def check_folds(
+    tiers: Sequence[Tier], catalog: Catalog, sample: int, progress: Progress
+) -> Iterator[Finding | FoldedRow]:
+    """Fold ``sample`` provable steps of the line, from the newest to the oldest, evenly apart.
+
+    ``catalog`` is of what verifies. Memory is that of a window and of the heads of a chain.
+    """
+    prover = line_prover(catalog)
+    if prover is None:
+        return
+    for step in spread(prover.provable_steps(), sample):
+        try:
+            yield from _check_step(tiers, catalog, prover, step, progress)
+        except AdaCheckError as error:
+            yield finding("not-folded", f"step {step}: {error.message}", run=catalog.run)
+
+
+def spread(steps: Sequence[int], count: int) -> list[int]:
+    """At most so many of some ascending steps, the newest first, the oldest last, evenly apart."""
+    if len(steps) <= count:
+        return list(reversed(steps))
+    last = len(steps) - 1
+    places = {last - round(index * last / max(1, count - 1)) for index in range(count)}
+    return [steps[place] for place in sorted(places, reverse=True)]
+
+
+def _check_step(
+    tiers: Sequence[Tier], catalog: Catalog, prover: Prover, step: int, progress: Progress
+) -> Iterator[Finding | FoldedRow]:
+    plan = prover.prove(step)
+    if not isinstance(plan, RestorePlan):
+        return
+    checked = differed = compared = 0
+    classes: set[str] = set()
+    drift: Drift | None = None
+    fetcher = Fetcher(tiers)
+    for part in plan.parts:
+        layout = open_layout(tiers, plan.run, part.layout)
+        try:
+            sink = _Nowhere(progress, f"folding step {step}, {part.part}")
+            report = open_fold(fetcher, layout, part).run(sink)
+            checked, differed = checked + report.checked, differed + report.differed
+            classes.add(report.exactness)
+            if (lead := stretch(catalog, part)) is not None:
+                progress(f"folding to base {part.base.step}, {part.part}", 0, 0)
+                drift = measure(fetcher, layout, *lead, part.base).joined(drift)
+                compared += 1
+        except ReplayMismatchError as error:
+            yield _wrong(catalog.run, step, part, error)
+            return
+    yield FoldedRow(
+        run=plan.run, step=step, base=min(part.base.step for part in plan.parts),
+        deltas=sum(len(part.deltas) for part in plan.parts), exactness="+".join(sorted(classes)),
+        checked=checked, differed=differed, compared=compared,
+        drift=None if drift is None else drift.absolute,
+    )  # fmt: skip
+
+
+def _wrong(run: str, step: int, part: PartPlan, error: ReplayMismatchError) -> Finding:
+    what = f"step {step}, {part.part}, from base {part.base.step}: {error.message}"
+    return finding("fold", what, key=part.base.key, run=run, tier=" ".join(part.base.tiers))
+
+
+class _Nowhere:
+    """A sink that keeps nothing; the same memory for every window of a role."""
+
+    def __init__(self, progress: Progress, what: str) -> None:
+        self._progress, self._what, self._done = progress, what, 0
+        self._scratch: dict[tuple[str, str], torch.Tensor] = {}
+
+    def window(self, section: Section, role: str, start: int, stop: int) -> torch.Tensor:
+        """Scratch memory."""
+        kept = self._scratch.get((section.name, role))
+        if kept is None or kept.numel() < stop - start:
+            kept = torch.empty(stop - start, dtype=torch_dtype(section.dtypes[role]))
+            self._scratch[section.name, role] = kept
+        return kept[: stop - start]
+
+    def done(self, section: Section, start: int, stop: int, views: Mapping[str, Any]) -> None:
+        """Nothing is kept."""
+        self._done += sum(view.nbytes for view in views.values())
+        self._progress(self._what, self._done, 0)
