@@ -35,6 +35,21 @@ def keeper(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return inner
 
 
+def no_optimizer(given: Any) -> UnsupportedError:
+    """What to say of an object that is no optimizer of torch."""
+    cls = type(given)
+    if cls.__module__.partition(".")[0] == "megatron":
+        return UnsupportedError(
+            f"Megatron's {cls.__qualname__} is not supported: it keeps shards of the parameters in "
+            "buffers of its own, which have no names",
+            hint="use FSDP2 or ZeroRedundancyOptimizer",
+        )
+    return UnsupportedError(
+        f"an optimizer of type {cls.__module__}.{cls.__qualname__}",
+        hint="give the torch.optim optimizer itself",
+    )
+
+
 def settle(optimizer: torch.optim.Optimizer) -> None:
     """Give the one inside the groups' values, as the outer one has them."""
     inner = keeper(optimizer)

@@ -15,7 +15,7 @@ from adacheck_store.group import SOLO, Group
 from adacheck_store.optimizers import OptimizerSpec, find_spec
 
 from .held import refuse_arrays
-from .inner import keeper
+from .inner import keeper, no_optimizer
 from .names import Model, NamedTensor, named_tensors
 from .shards import is_sharded, local, piece_of
 
@@ -175,10 +175,7 @@ def listed(optimizer: Any) -> tuple[torch.optim.Optimizer, ...]:
         raise UnsupportedError("no optimizer", hint="give the optimizer, or a list of them")
     for item in found:
         if not isinstance(item, torch.optim.Optimizer):
-            raise UnsupportedError(
-                f"an optimizer of type {type(item).__module__}.{type(item).__qualname__}",
-                hint="give the torch.optim optimizer itself",
-            )
+            raise no_optimizer(item)
     if len({id(item) for item in found}) < len(found):
         raise UnsupportedError("an optimizer is given twice", hint="give each one once")
     return found

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from adacheck_store.format.keys import part_name
+from adacheck_store.group import named
 from adacheck_store.placement import Node
 
 from . import witness
@@ -58,7 +59,7 @@ class Lead:
         self._states = tuple(_told(states(within), apart))
         found = shares(self._states, where, owners=self._owners)
         self._owners = owners_of(found)
-        words = (*_words(step, verdict), *map(str, apart))
+        words = (*_words(step, verdict), *map(str, apart), *unlike(held))
         sharing = Sharing.of(found, self._agreed if apart else step, words)
         self._agreed = step
         if self._before is not None and sharing.alike(self._before):
@@ -76,6 +77,24 @@ class Lead:
         verdict = witness.compare(self._before.redundancy, parts, dict(enumerate(said)))
         self._apart.add(step, verdict)
         return verdict
+
+
+def unlike(held: Mapping[int, Iterable[Holding]]) -> list[str]:
+    """Tensors that ranks have under one name in different shapes or dtypes, in words.
+
+    It may be meant (a shard that nothing declares one), or ranks have built different models.
+    """
+    found: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for rank, holdings in held.items():
+        for each in holdings:
+            if each.param is not None and not each.scope:
+                width = each.param.nbytes // (each.param.piece.elements or 1)
+                kind = f"{list(each.shape)}" + (f" of {width} bytes each" if width else "")
+                found[each.name][kind].append(rank)
+    return [
+        f"{name} is {' and '.join(f'{kind} on {named(ranks)}' for kind, ranks in kinds.items())}"
+        for name, kinds in sorted(found.items()) if len(kinds) > 1
+    ]  # fmt: skip
 
 
 def _words(step: int, verdict: Verdict) -> list[str]:

@@ -233,6 +233,26 @@ def test_a_part_that_has_not_followed_a_revision_proves_nothing() -> None:
         plan_restore(catalog, 8)
 
 
+def test_a_stale_manifest_is_no_manifest_of_what_came_after_it() -> None:
+    """The revision in force is lost: steps written under it are not read by the older one."""
+    catalog = shared(chain(12, 4), digest("l"), step=6, agreed=6)
+    revision = digest("m", 6)
+
+    def under(refs: tuple[RecordRef, ...]) -> tuple[RecordRef, ...]:
+        return tuple(replace(r, manifest=revision) if r.step >= 6 else r for r in refs)
+
+    tables = {
+        name: {place: under(refs) for place, refs in getattr(catalog, name).items()}
+        for name in ("bases", "deltas", "extras")
+    }
+    whole = replace(catalog, **tables)
+    assert plan_restore(whole).step == 12
+    stale = {key: each for key, each in whole.manifests.items() if key != revision}
+    plan = plan_restore(replace(whole, manifests=stale))
+    assert plan.step == 5
+    assert any("a manifest revision that is missing" in reason for reason in plan.reasons)
+
+
 def test_steps_at_which_copies_may_have_differed_are_given_by_name_alone() -> None:
     """One of them was kept, and nobody knows for how long all had it."""
     whole = shared(chain(8, 4), digest("l"), step=8, agreed=5)

@@ -29,6 +29,14 @@ class FullyShardedDataParallel(torch.nn.Module):
     """By this name it is known."""
 
 
+class Distributed:
+    """By its module it is known: Megatron's is none of torch's optimizers either."""
+
+
+Distributed.__module__ = "megatron.core.optimizer.distrib_optimizer"
+Distributed.__qualname__ = "DistributedOptimizer"
+
+
 class Strange(torch.Tensor):
     """A subclass with a dispatch of its own."""
 
@@ -101,6 +109,7 @@ AT_ATTACH = {
         r"\['lr'\] of group 0.*Adam.*with dimensions", "without dimensions",
     ),
     "no optimizer": (lambda: (mlp(), torch.nn.Linear(1, 1)), "Linear", "torch.optim optimizer"),
+    "megatron": (lambda: (mlp(), Distributed()), "Megatron's DistributedOptimizer", "use FSDP2"),
     "none at all": (lambda: (mlp(), []), "no optimizer", "give the optimizer"),
     "no model": (lambda: (3, adamw(mlp())), "type int", "module"),
     "foreign": (foreign, r"parameter 6 of group 0 .shape .7,...*not in the model", "names="),

@@ -39,7 +39,8 @@ def build(kind: str, rank: int, ranks: int, *, steps: int = STEPS, width: int = 
     ``fsdp``: rows do not divide by the ranks, and of one row all but the first have none. ``ddp``:
     with a BatchNorm. ``flip``: so too, and a bit flips. ``local``: so too, and from `APART_AT` on
     each rank trains by itself, with the parameters averaged now and then (post-local SGD).
-    ``plain``: each rank has a model of its own under the same names, and nothing says so.
+    ``plain``: each rank has a model of its own under the same names, and nothing says so;
+    ``unlike``: of another width, too.
     ``grow``: so too, and the last layer is trained from a later step on only. ``hsdp``: each shard
     on two ranks. ``tp``: the middle is cut by tensor parallelism, what is around it stands on all
     ranks. ``tp_fsdp``: that again sharded. ``whole``: what ``fsdp`` shards. Further kinds: see
@@ -48,13 +49,13 @@ def build(kind: str, rank: int, ranks: int, *, steps: int = STEPS, width: int = 
     import torch
 
     torch.set_num_threads(1)
-    torch.manual_seed(11 + rank * (kind in ("plain", "grow")))
+    torch.manual_seed(11 + rank * (kind in ("plain", "grow", "unlike")))
     if kind in PARALLEL:
         model, optimizer = build_parallel(kind, rank, ranks, width)
     elif kind in ELASTIC:
         model, optimizer = build_elastic(kind, ranks, width)
     else:
-        model, optimizer = _simple(kind, ranks, width)
+        model, optimizer = _simple(kind, ranks, width + rank * (kind == "unlike"))
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(listed(optimizer)[0], steps)
     seed = 100 + data_of(kind, rank, ranks)
     random.seed(seed)

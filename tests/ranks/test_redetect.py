@@ -1,0 +1,126 @@
+"""What is found anew, and what ranks cannot agree on: said by name, and saved on every rank."""
+
+import subprocess
+import sys
+
+import pytest
+
+from adacheck_store.redundancy.listing import summary
+from tests.ranks.test_shared import FOUND_AT, KEPT, kept, revisions
+from tests.ranks.worker import STEPS, Launcher, check_against
+
+pytestmark = pytest.mark.fault
+
+TROUBLED = "0.weight"
+
+
+def test_another_number_of_ranks_is_another_term_and_is_looked_at_anew(tmp_path):
+    """Two ranks of DDP, then three: the new term begins without copies, and finds its own."""
+    launcher = Launcher(tmp_path, "ddp", 2)
+    reference = launcher.reference()
+    store = tmp_path / "store"
+    first = launcher.start(store, pause_s=0.02, given=KEPT)
+    first.until(9)
+    first.kill(0)
+    check_against(reference, first)
+    wider = {rank: {"keep": 100} for rank in range(3)}
+    second = launcher.start(store, ranks=3, given=wider)
+    assert second.wait() == [0, 0, 0]
+    (step,) = set(second.every("restored"))
+    assert step >= 7
+    before, *_, begun, found = revisions(store)
+    assert (len(before.ranks), len(begun.ranks), len(found.ranks)) == (2, 3, 3)
+    assert before.term < begun.term == found.term
+    assert (begun.step, begun.redundancy) == (step, None)
+    assert found.step == step + FOUND_AT
+    told = summary(found)
+    assert sum(part["states"] for part in told["parts"]) == 9 + 6
+
+
+def make_undigestible(rank: int) -> None:
+    """Torch does not give the bytes of one tensor."""
+    from adacheck_store.redundancy import sighting
+
+    real = sighting.fingerprint
+
+    def refuse(identity, tensor):
+        if identity.name == TROUBLED and identity.role == "param":
+            raise RuntimeError("no bytes for you")
+        return real(identity, tensor)
+
+    sighting.fingerprint = refuse
+
+
+def test_a_tensor_without_a_digest_is_saved_on_every_rank_and_said(tmp_path):
+    """The others are kept once; a kill later every bit is there."""
+    launcher = Launcher(tmp_path, "ddp", 2)
+    reference = launcher.reference()
+    store = tmp_path / "store"
+    first = launcher.start(store, given=KEPT, before_attach=make_undigestible)
+    assert first.wait() == [0, 0]
+    check_against(reference, first)
+    for text in first.every("stored", "redundancy"):
+        assert "8 of 14 states have copies on several ranks" in text
+        assert "unproven (cannot be digested: no bytes for you)" in text
+    assert all(TROUBLED in sizes for sizes in kept(store, STEPS).values())
+    second = launcher.start(store, inspect=True)
+    assert second.wait() == [0, 0]
+    check_against(reference, second)
+
+
+def test_ranks_that_have_built_different_models_are_told(tmp_path):
+    """Which tensor is what on which ranks; each keeps its own, and goes on with it."""
+    launcher = Launcher(tmp_path, "unlike", 2)
+    reference = launcher.reference()
+    store = tmp_path / "store"
+    first = launcher.start(store, pause_s=0.02, given=KEPT)
+    first.until(9)
+    first.kill(1)
+    check_against(reference, first)
+    second = launcher.start(store, given=KEPT)
+    assert second.wait() == [0, 0]
+    check_against(reference, second)
+    assert second.every("final", "digest") == [known[STEPS][0] for known in reference]
+    for text in second.every("stored", "redundancy"):
+        assert "0.weight is [37, 9] of 4 bytes each on rank 0 and [38, 9] of 4 bytes each" in text
+
+
+def test_rounded_gradients_of_all_are_rounded_on_all(tmp_path):
+    """Policy ``bf16``: what another rank keeps is stepped here by what is kept, and stays equal."""
+    launcher = Launcher(tmp_path, "ddp", 2)
+    given = {rank: {"keep": 100, "policy": "bf16"} for rank in range(2)}
+    whole = launcher.start(tmp_path / "whole", given=given)
+    assert whole.wait() == [0, 0]
+    store = tmp_path / "store"
+    first = launcher.start(store, given=given, pause_s=0.02)
+    first.until(10)
+    first.kill(0)
+    second = launcher.start(store, given=given)
+    assert second.wait() == [0, 0]
+    assert min(second.every("restored")) >= 8
+    assert second.every("final", "digest") == whole.every("final", "digest")
+    for text in second.every("stored", "redundancy"):
+        assert text.endswith("9 of 13 states have copies on several ranks and are kept once")
+
+
+FSDP1 = """
+import torch, torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel
+import adacheck_store as ada
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = FullyShardedDataParallel(torch.nn.Linear(4, 4), device_id=torch.device("cpu"))
+try:
+    ada.attach(model, torch.optim.AdamW(model.parameters()), run="r", store="memory://")
+except ada.format.errors.UnsupportedError as error:
+    print("refused:", error)
+"""
+
+
+def test_torchs_first_fsdp_is_refused_by_name():
+    """The real class, on one rank."""
+    done = subprocess.run(
+        [sys.executable, "-c", FSDP1], timeout=120, check=False, capture_output=True, text=True
+    )
+    assert "refused: FullyShardedDataParallel (FSDP1) is not supported" in done.stdout, done.stderr
+    assert "use FSDP2" in done.stdout
