@@ -35,6 +35,10 @@ class Mark:
         """True if the step can be produced."""
         return _last_within(self.spans, step) == step
 
+    def before(self, step: int) -> int:
+        """The newest step below one that can be produced, -1 if none."""
+        return _last_within(self.spans, step - 1)
+
 
 NOTHING = Mark("", (), "", -1)
 

@@ -29,7 +29,7 @@ def news(shell: Shell, part: str) -> dict[str, Any]:
             "behind": shell.behind,
             "ask_base": shell.asked.pop(part, -1), "base": _newest_base(replica),
             "drained": shell.core.far.newest(part), "errors": errors(shell),
-            "exposed": sorted(_exposed(shell)),
+            "exposed": sorted(shell.core.view.exposed(time.monotonic())),
             "bytes_drained": sum(d.bytes_drained for d in shell.drainers.values()),
         }  # fmt: skip
 
@@ -41,7 +41,7 @@ def status(shell: Shell, memory: int) -> dict[str, Any]:
     """
     with shell.lock:
         view, now = shell.core.view, time.monotonic()
-        exposed = _exposed(shell)
+        exposed = view.exposed(now)
         chains = {
             name: _chain(shell, name, now) | {"exposed": name in exposed}
             for name in sorted({*view.replicas, *view.seats})
@@ -122,23 +122,6 @@ def _chain(shell: Shell, name: str, now: float) -> dict[str, Any]:
             for holder, mark in marks.items()
         },
     }  # fmt: skip
-
-
-def _exposed(shell: Shell) -> set[str]:
-    """Chains of which fewer than k+1 live holders can produce the newest step known here."""
-    view, now = shell.core.view, time.monotonic()
-    if view.opened is None:
-        return set()
-    found = set()
-    for chain, seat in view.seats.items():
-        newest = view.mark(view.node, chain).settled if view.holds(chain) else view.watermark
-        able = [
-            name for name in seat.holders
-            if view.live(name, now) and view.mark(name, chain).covers(max(newest, 0))
-        ]  # fmt: skip
-        if len(able) <= view.opened.k:
-            found.add(chain)
-    return found
 
 
 def _newest_base(replica: Replica | None) -> int:

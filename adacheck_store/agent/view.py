@@ -151,15 +151,24 @@ class View:
     def exposed(self, now: float) -> dict[str, int]:
         """Chains whose newest step here fewer than k+1 live holders can produce: how many can."""
         found: dict[str, int] = {}
-        for chain, seat in self.seats.items():
-            newest = max((self.mark(name, chain).newest for name in seat.holders), default=-1)
+        for chain, seat in self.seats.items() if self.opened is not None else ():
+            owed = self._owed(chain)
             able = [
                 name for name in seat.holders
-                if self.live(name, now) and self.mark(name, chain).covers(newest)
+                if self.live(name, now) and any(map(self.mark(name, chain).covers, owed))
             ]  # fmt: skip
             if self.opened is not None and len(able) <= self.opened.k:
                 found[chain] = len(able)
         return found
+
+    def _owed(self, chain: str) -> tuple[int, ...]:
+        """Steps of which a holder should have one: the newest here may be on its way to others."""
+        mark = self.mark(self.node, chain)
+        if not self.holds(chain) or mark.newest < 0:
+            return (max(self.watermark, 0),)
+        if mark.newest <= self.line[-1].first:
+            return (mark.newest,)
+        return (mark.newest, mark.before(mark.newest))
 
     def knows(self, name: str) -> bool:
         """True if a peer has told of the term that this view is of."""

@@ -468,6 +468,29 @@ def test_what_a_drain_passes_over_is_not_said_to_be_drained() -> None:
     assert agent.far.newest(P) == 2
 
 
+def test_exposed_is_what_too_few_can_produce() -> None:
+    """Not a step that is on its way, also where it closes a gap: the one before it counts then."""
+    agent = core()
+    put(agent, ref("base", 0), *(ref("delta", step) for step in (1, 2)))
+    put(agent, *(ref("extra", step) for step in (0, 1, 2)))
+    agent.handle(report("b", ((0, 0),)), 0.1)
+    assert agent.view.exposed(0.1) == {P: 1, R: 1}
+    agent.handle(report("b", ((0, 1),)), 0.2)
+    assert agent.view.exposed(0.2) == {}
+    gap = ref("base", 5, gap={"from": 3, "reason": "x"}, parent="m1")
+    put(agent, gap, ref("extra", 5), now=0.3)
+    assert agent.view.exposed(0.3) == {P: 1, R: 1}
+    agent.handle(report("b", ((0, 2),)), 0.4)
+    assert agent.view.exposed(0.4) == {}
+    agent.handle(report("b", ((0, 2), (5, 5))), 0.5)
+    assert agent.view.exposed(0.5) == {}  # the step after 5 has not been yet
+    put(agent, ref("delta", 6, parent="m1"), ref("extra", 6), now=0.6)
+    assert agent.view.exposed(0.6) == {}
+    agent.handle(report("b", ((0, 2),)), 0.7)
+    assert agent.view.exposed(0.7) == {P: 1, R: 1}
+    assert agent.view.exposed(9.9) == {P: 1, R: 1}
+
+
 def far(agent: AgentCore, *refs: RecordRef) -> int:
     """The newest step that is drained, once these records are found in the far tier."""
     agent.handle(ev.Surveyed(agent.view.term, refs), 0.0)
