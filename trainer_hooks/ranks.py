@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
+import math
 import secrets
 import time
 from collections.abc import Iterator, Sequence
@@ -24,6 +26,12 @@ from .life import DEAD, Life
 TIMEOUT_S = 600.0
 """Longest wait for the other ranks: each may have gigabytes to fetch and fold meanwhile."""
 
+MEET_S = 180.0
+"""Longest wait for the others to attach. One that died before it gives no sign to be missed by."""
+
+SAY_S = 15.0
+"""After how long it is said who has not attached yet."""
+
 SILENT_S = 30.0
 """After how long without a sign of life a rank counts as dead."""
 
@@ -31,6 +39,8 @@ POLL_S = (0.01, 0.5)
 """First and longest pause before looking again whether rank 0 has let us in."""
 
 _attached = itertools.count()
+
+log = logging.getLogger(__name__)
 
 
 class StoreGroup:
@@ -43,7 +53,7 @@ class StoreGroup:
 
     def __init__(
         self, store: Any, rank: int, size: int, *, prefix: str = "adacheck",
-        timeout_s: float = TIMEOUT_S, silent_s: float = SILENT_S,
+        timeout_s: float = TIMEOUT_S, silent_s: float = SILENT_S, meet_s: float = MEET_S,
     ) -> None:  # fmt: skip
         from torch.distributed import distributed_c10d  # absent where torch has no distributed
 
@@ -60,6 +70,7 @@ class StoreGroup:
         # Else a thread that waits keeps others out.
         self._other: Any = connect() if hasattr(store, "clone") else None
         self._timeout_s, self._silent_s = timeout_s, silent_s
+        self._meet_s = min(meet_s, timeout_s)
         self._life: Life | None = None
         self._room = ""
         self._round = 0
@@ -129,14 +140,14 @@ class StoreGroup:
         room = secrets.token_hex(8)
         self._live(room)
         self._store.set("room", room)
-        tokens = self._wait_for(range(1, self.size), f"{room}/token", self._timeout_s)
+        tokens = self._wait_for(range(1, self.size), f"{room}/token", self._meet_s, SAY_S)
         self._store.set(f"{room}/in", b" ".join(tokens))
         return room
 
     def _enter(self) -> str:
         """Another rank knocks where rank 0 says, until it finds its own token inside."""
         token = secrets.token_hex(8)
-        deadline = time.monotonic() + self._timeout_s
+        began, say_s = time.monotonic(), SAY_S
         room, pause_s = "", POLL_S[0]
         while True:
             if self._store.check(["room"]):
@@ -148,10 +159,14 @@ class StoreGroup:
                 if self._store.check([f"{room}/in"]):
                     if token.encode() in self._store.get(f"{room}/in").split():
                         return room
-            if time.monotonic() > deadline:
+            waited_s = time.monotonic() - began
+            if waited_s > min(say_s, self._meet_s):
                 others = [rank for rank in range(1, self.size) if rank != self.rank]
-                late = self._absent(others, f"{room}/token") if room else []
-                raise self._late(late or [0], self._timeout_s)
+                late = (self._absent(others, f"{room}/token") if room else []) or [0]
+                if waited_s > self._meet_s:
+                    raise self._late(late, self._meet_s)
+                self._miss(late)
+                say_s = math.inf
             time.sleep(pause_s)
             pause_s = min(1.5 * pause_s, POLL_S[1])
 
@@ -167,13 +182,22 @@ class StoreGroup:
     def _hear(self, ranks: Sequence[int], limit_s: float) -> list[bytes]:
         return self._wait_for(ranks, f"{self._room}/{self._round}", limit_s)
 
-    def _wait_for(self, ranks: Sequence[int], place: str, limit_s: float) -> list[bytes]:
+    def _wait_for(
+        self, ranks: Sequence[int], place: str, limit_s: float, say_s: float = math.inf
+    ) -> list[bytes]:  # fmt: skip
+        """What each rank has put under its key; who has not after ``say_s`` is said."""
         deadline = time.monotonic() + limit_s
         keys = {rank: f"{place}/{rank}" for rank in ranks}
         if self._life is not None:
             self._life.await_(keys)
         try:
-            self._store.wait(list(keys.values()), timedelta(seconds=limit_s))
+            if say_s < limit_s:
+                try:
+                    self._store.wait(list(keys.values()), timedelta(seconds=say_s))
+                except RuntimeError:
+                    self._miss(self._absent(ranks, place))
+            left_s = max(0.0, deadline - time.monotonic()) + 0.01  # a store counts in whole ms
+            self._store.wait(list(keys.values()), timedelta(seconds=left_s))
         except RuntimeError as error:
             late = self._absent(ranks, place)
             if late and time.monotonic() >= deadline:
@@ -191,6 +215,12 @@ class StoreGroup:
 
     def _absent(self, ranks: Sequence[int], place: str) -> list[int]:
         return [rank for rank in ranks if not self._store.check([f"{place}/{rank}"])]
+
+    def _miss(self, ranks: Sequence[int]) -> None:
+        """Say who has not attached: a job that stands still here is not one that hangs."""
+        log.warning(
+            "%s of %d: not attached yet; waiting %g s in all", named(ranks), self.size, self._meet_s
+        )
 
     def _late(self, ranks: Sequence[int], limit_s: float) -> GroupError:
         return GroupError(f"{named(ranks)} of {self.size} did not come in {limit_s:g} s")
@@ -232,10 +262,14 @@ def find_board(group: Group) -> Board:
     return group.board()
 
 
-def find_group(timeout_s: float = TIMEOUT_S, silent_s: float = SILENT_S) -> Group:
+def find_group(
+    timeout_s: float = TIMEOUT_S, silent_s: float = SILENT_S, meet_s: float = MEET_S
+) -> Group:
     """The ranks of torch.distributed, where it is initialised with more than one process.
 
-    Each call is another group: all ranks must attach the same number of times.
+    Each call is another group: all ranks must attach the same number of times. ``timeout_s`` bounds
+    each wait for the others, ``meet_s`` the first one: until all have attached. ``silent_s``: after
+    so long without a sign of life a rank is not waited for.
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return SOLO
@@ -244,5 +278,5 @@ def find_group(timeout_s: float = TIMEOUT_S, silent_s: float = SILENT_S) -> Grou
     store: Any = distributed_c10d._get_default_store()
     return StoreGroup(
         store, dist.get_rank(), dist.get_world_size(), prefix=f"adacheck/{next(_attached)}",
-        timeout_s=timeout_s, silent_s=silent_s,
+        timeout_s=timeout_s, silent_s=silent_s, meet_s=meet_s,
     )  # fmt: skip

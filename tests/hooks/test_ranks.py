@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from adacheck_store.format.errors import GroupError
 from adacheck_store.group import SOLO
+from adacheck_store.trainer_hooks import ranks
 from adacheck_store.trainer_hooks.ranks import StoreGroup, find_group
 
 
@@ -102,6 +103,37 @@ def test_who_does_not_come_is_named_by_all(store, absent, said):
 
     found = on_ranks(store, 3, work, absent=absent, timeout_s=0.5)
     assert [found[rank] for rank in range(3) if rank not in absent] == [said] * (3 - len(absent))
+
+
+@pytest.mark.parametrize("absent", [0, 1])
+def test_who_never_attaches_is_said_soon_and_not_waited_for_long(
+    store, absent, monkeypatch, caplog
+):
+    """A rank that dies before it attaches gives no sign; a round later on may take longer."""
+    monkeypatch.setattr(ranks, "SAY_S", 0.2)
+
+    def work(group):
+        with pytest.raises(GroupError) as raised:
+            group.gather(b"x")
+        return raised.value.message
+
+    began = time.monotonic()
+    found = on_ranks(store, 3, work, absent=[absent], timeout_s=600.0, meet_s=0.6)
+    assert time.monotonic() - began < 30.0
+    there = [rank for rank in range(3) if rank != absent]
+    assert [found[rank] for rank in there] == [f"rank {absent} of 3 did not come in 0.6 s"] * 2
+    said = f"rank {absent} of 3: not attached yet; waiting 0.6 s in all"
+    assert [record.message for record in caplog.records] == [said] * 2
+    slow = on_ranks(dist.HashStore(), 2, late_second_round, timeout_s=20.0, meet_s=0.6)
+    assert slow == [[b"0", b"1"]] * 2
+
+
+def late_second_round(group):
+    """Two rounds, the second of which takes longer than the ranks may to attach."""
+    group.gather(b"x")
+    if group.rank == 1:
+        time.sleep(1.0)
+    return list(group.gather(str(group.rank).encode()))
 
 
 def test_who_leaves_in_between_is_named(store):
