@@ -12,14 +12,16 @@ if TYPE_CHECKING:
     from adacheck_store.optimizer_kit import register_optimizer
     from adacheck_store.policy import Retention
     from adacheck_store.trainer_hooks.attach import attach
+    from adacheck_store.trainer_hooks.dcp import DcpReader
 
 __version__ = "0.1.0"
 
-__all__ = ["Agents", "Retention", "__version__", "attach", "register_optimizer"]
+__all__ = ["Agents", "DcpReader", "Retention", "__version__", "attach", "register_optimizer"]
 
 # Public name -> the module that defines it.
 _LAZY = {
     "Agents": "adacheck_store.agent.crew",
+    "DcpReader": "adacheck_store.trainer_hooks.dcp",
     "Retention": "adacheck_store.policy",
     "attach": "adacheck_store.trainer_hooks.attach",
     "register_optimizer": "adacheck_store.optimizer_kit",
