@@ -118,9 +118,15 @@ class Worker:
             if number > self.config["sizes"]["steps"]:
                 break
             self._wait(ckpt, number)
+            if self.fault == f"poisoned at {number}":
+                die()
             loss = step(model, optimizer, schedule, batch)
             evaluate(model, number)
-            assert ckpt.end_step() == number
+            try:
+                assert ckpt.end_step() == number
+            except SystemExit:
+                self.write(stopped=number, digest=digest(model, optimizer, schedule))
+                raise
             status = ckpt.status()
             self.write(step=number, loss=loss.hex(), stored=status.stored, drained=status.drained)
             if self.fault == f"die at {number}":
