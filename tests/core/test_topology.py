@@ -245,7 +245,10 @@ def test_blocks_read(before, had, after, have):
         cover = covering(far, restored, layouts, wanted)
         assert cover <= set(blocks)
         assert nbytes(far, blocks) <= 1.1 * nbytes(far, cover)
-        assert f"written by {had} rank" in restored.certificate.topology
+        said = restored.certificate.topology
+        assert f"written by {had} rank" in said
+        assert (f"rank {rank} was not among them" in said) == (rank >= had)
+        assert restored.alike == (None if rank < had else {"n"})
 
 
 def test_of_equal_copies_one_is_read():

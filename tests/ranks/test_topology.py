@@ -1,13 +1,20 @@
 """A chain that some ranks have written goes on on others, sharded in another way."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
+import adacheck_store as ada
 from adacheck_store.catalog import read_catalog
 from adacheck_store.format.keys import part_name, rank_name
 from adacheck_store.store import open_store
-from tests.ranks.worker import STEPS, Launcher
+from tests.ranks.worker import STEPS, Attempt, Launcher
 
 pytestmark = pytest.mark.fault
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def known_of(attempt) -> dict[int, dict]:
@@ -26,7 +33,7 @@ def checked(attempt, known: dict[int, dict], ranks: int) -> int:
     return step
 
 
-def relay(tmp_path, legs, **options) -> None:
+def relay(tmp_path, legs, **options) -> Attempt:
     """One run, leg after leg: each restores what the one before had when it was killed."""
     launcher = Launcher(tmp_path, legs[0][0], legs[0][1])
     store, known, last = tmp_path / "store", {}, 0
@@ -50,6 +57,7 @@ def relay(tmp_path, legs, **options) -> None:
         last = attempt.last_step()
     assert last == STEPS
     assert attempt.every("stored", "error") == [""] * ranks
+    return attempt
 
 
 def test_four_shards_go_on_as_three_then_as_copies_then_as_one(tmp_path):
@@ -82,6 +90,19 @@ def test_other_ways_to_cut(tmp_path):
         tmp_path,
         [("tp_fsdp2", 4), ("zero1", 2), ("copies", 2), ("hsdp2", 4), ("shards", 3), ("zero1", 3)],
     )
+
+
+def test_with_an_agent(tmp_path):
+    """What other ranks left in an agent's memory is put together from there."""
+    agents = ada.Agents(memory=1 << 30, allow_degraded=True)
+    given = {rank: {"agents": agents, "redundancy": "off"} for rank in range(3)}
+    command = ["-m", "adacheck_store", "agent", (tmp_path / "store").as_uri(), "--run", "e2e"]
+    try:
+        last = relay(tmp_path, [("fsdp2", 3), ("copies", 2), ("fsdp2", 1)], given=given)
+    finally:
+        stop = [sys.executable, *command, "--node", "node-a", "--stop"]
+        assert subprocess.run(stop, cwd=ROOT, timeout=120, check=False).returncode == 0
+    assert last.every("restored", "tiers") == [["agent node-a"]]
 
 
 @pytest.mark.slow
