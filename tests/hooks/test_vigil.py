@@ -48,23 +48,23 @@ def ranks(monkeypatch):
         each.end()
 
 
-def go_on(pair, first: int, last: int) -> int:
+def go_on(pair, first: int, last: int, pause_s: float = 0.02) -> int:
     """Close boundaries until the vigil asks for one; that one, -1 if it does not."""
     each, _ = pair
     for step in range(first, last):
         each.reached(step)
         if each.due(step):
             return step
-        time.sleep(0.02)
+        time.sleep(pause_s)
     return -1
 
 
-def both(ranks, first: int, last: int) -> list[int]:
+def both(ranks, first: int, last: int, *pauses: float) -> list[int]:
     """The boundaries that the vigils of both ranks ask for."""
     found = [-1, -1]
 
     def run(rank: int) -> None:
-        found[rank] = go_on(ranks[rank], first, last)
+        found[rank] = go_on(ranks[rank], first, last, *pauses[rank : rank + 1])
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in (0, 1)]
     for thread in threads:
@@ -94,6 +94,22 @@ def test_all_ranks_look_at_one_boundary(ranks, how):
     for each, _ in ranks:
         each.reached(one + 1)
         assert not each.due(one)
+
+
+def test_nobody_goes_past_what_is_being_agreed_on(ranks, monkeypatch):
+    """One rank is slow, and slow to answer: the other waits at a boundary, not for ever."""
+    slow, _ = ranks[1]
+    agree = slow._agree
+
+    def later(board) -> None:
+        time.sleep(0.5)
+        agree(board)
+
+    monkeypatch.setattr(slow, "_agree", later)
+    ranks[0][1].say(3, b"x", b"y")
+    ranks[1][1].say(3, b"x", b"z")
+    one, two = both(ranks, 4, 20000, 0.001, 0.1)
+    assert one == two > 5
 
 
 def test_what_was_equal_before_the_last_look_is_not_asked_again(ranks):

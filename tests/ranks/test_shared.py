@@ -11,6 +11,7 @@ from adacheck_store.catalog import read_catalog
 from adacheck_store.fetch import ArrayReader, Fetcher
 from adacheck_store.format.bodies import decode_delta
 from adacheck_store.format.dtypes import item_bytes
+from adacheck_store.format.errors import NotProvableError
 from adacheck_store.placement import Node
 from adacheck_store.reading import open_layout
 from adacheck_store.redundancy.assign import Topology
@@ -19,6 +20,7 @@ from adacheck_store.redundancy.listing import summary
 from adacheck_store.redundancy.shares import shares
 from adacheck_store.redundancy.sighting import Piece
 from adacheck_store.redundancy.states import Holding, Side, states
+from adacheck_store.restore import restore_state
 from adacheck_store.store import open_store
 from adacheck_store.tools.fsck import fsck
 from tests.ranks.worker import APART_AT, FLIPPED, FLIPPED_AT, STEPS, Launcher, build, check_against
@@ -262,6 +264,10 @@ def test_copies_that_part_before_the_next_look(tmp_path):
     first.until(APART_AT + 2)
     first.kill(1)
     check_against(reference, first)
+    with open_store(store.as_uri()) as opened:
+        assert restore_state(opened.tiers, "e2e", step=APART_AT - 1).lost == 0
+        with pytest.raises(NotProvableError, match=r"in different ways: .*0\.weight"):
+            restore_state(opened.tiers, "e2e", step=APART_AT)
     second = launcher.start(store, given=KEPT)
     assert second.wait() == [0, 0]
     check_against(reference, second)

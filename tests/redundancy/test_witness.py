@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from adacheck_store.redundancy.shares import Sharing, shares
+from adacheck_store.redundancy.agreement import Told, encode_told
+from adacheck_store.redundancy.lead import AS_BEFORE, Lead
+from adacheck_store.redundancy.shares import Sharing, decode_sharing, shares
 from adacheck_store.redundancy.states import states
 from adacheck_store.redundancy.witness import DIGEST_BYTES, Witness, compare, shared_by
 from tests.redundancy.kit import WHOLE, ddp, held, topology
@@ -77,6 +79,12 @@ def test_who_cannot_tell_is_no_proof(told):
     assert not verdict.equal
 
 
+def test_that_no_rank_can_tell_is_no_agreement():
+    """All have missed the same step."""
+    found, parts = of(ddp(2, tensors=2))
+    assert compare(found, parts, alike(found, parts, 2, since=-1)).unknowing == {0, 1}
+
+
 def test_a_rank_that_shares_nothing_need_not_tell():
     """It has no extra of that kind."""
     run = {rank: [held("w", *[(WHOLE, {0, 1})] * 2)] for rank in (0, 1)}
@@ -84,3 +92,60 @@ def test_a_rank_that_shares_nothing_need_not_tell():
     found, parts = of(run)
     said = alike(found, parts, 2)
     assert compare(found, parts, said | {2: None}).equal
+
+
+def decided(lead, run, step, said):
+    """What rank 0 makes of equal bytes with these witnesses."""
+    heard = [
+        encode_told(Told(node="n", updated=True, held=tuple(mine), witness=said[rank]))
+        for rank, mine in run.items()
+    ]
+    return lead.decide(step, heard)
+
+
+def other(witness: Witness, found, parts, name: str) -> Witness:
+    """The witness of a rank that has changed one state otherwise."""
+    at = [place[2] for place in shared_by(found, parts, 1)].index(name) * DIGEST_BYTES
+    digests = bytearray(witness.digests)
+    digests[at] ^= 1
+    return replace(witness, digests=bytes(digests))
+
+
+def test_what_was_changed_in_different_ways_is_no_copy_though_its_bytes_are_equal():
+    """From then on, at every look; and steps before it are in no doubt."""
+    run, lead = ddp(3, tensors=2), Lead()
+    found = decode_sharing(decided(lead, run, 2, [None] * 3)).redundancy
+    parts = [f"p{rank:06d}" for rank in range(3)]
+    said = alike(found, parts, 3)
+    said[1] = other(said[1], found, parts, "w0")
+    sharing = decode_sharing(decided(lead, run, 4, said))
+    assert [text.partition(": ")[2] for text in sharing.diverged] == [
+        "copies have been updated in different ways: w0 (ranks 0, 2 and rank 1)"
+    ]
+    assert sharing.redundancy.agreed == 4
+    for rank, held_by in ((0, {"w0", "w1"}), (1, {"w1"}), (2, {"w0", "w1"})):
+        assert {name for *_, name in shared_by(sharing.redundancy, parts, rank)} == held_by
+    said = alike(sharing.redundancy, parts, 3, since=4)
+    assert decided(lead, run, 8, said) == AS_BEFORE
+
+
+def test_a_rank_that_cannot_follow_shares_nothing():
+    """Its optimizer's state is edited by the loop; the others still have copies of each other."""
+    run, lead = ddp(3, tensors=2), Lead()
+    found = decode_sharing(decided(lead, run, 2, [None] * 3)).redundancy
+    parts = [f"p{rank:06d}" for rank in range(3)]
+    said = alike(found, parts, 3)
+    said[2] = replace(said[2], since=-1, trouble="edited")
+    sharing = decode_sharing(decided(lead, run, 4, said))
+    assert sharing.diverged == ("rank 2: edited",)
+    shared = [{name for *_, name in shared_by(sharing.redundancy, parts, r)} for r in range(3)]
+    assert shared == [{"w0", "w1"}, {"w0", "w1"}, set()]
+
+
+def test_a_rank_that_has_missed_a_step_takes_nothing_apart():
+    """It does not know; the look does."""
+    run, lead = ddp(2, tensors=2), Lead()
+    found = decode_sharing(decided(lead, run, 2, [None] * 2)).redundancy
+    said = alike(found, ["p000000", "p000001"], 2)
+    said[1] = replace(said[1], since=-1)
+    assert decided(lead, run, 4, said) == AS_BEFORE
