@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -32,6 +33,8 @@ def lacking() -> dict[str, str]:
     found = {}
     if not torch.cuda.is_available():
         found["gpu"] = "torch sees no CUDA device here"
+    if find_spec("deepspeed") is None:
+        found["deepspeed"] = "DeepSpeed is not installed: pip install adacheck-store[deepspeed]"
     if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
         found["vectors"] = "torch has no other arithmetic than the default on this CPU"
     return found

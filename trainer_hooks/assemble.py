@@ -15,6 +15,7 @@ from adacheck_store.optimizers import flushes_denormals
 
 from .blocks import BlockWatch
 from .capture_base import boundary_groups, existing_arrays, fill_area, section_states
+from .deepspeed import partitions
 from .encode import ClosedBoundary, Encoder
 from .extras import freeze
 from .held import typed_groups
@@ -178,6 +179,7 @@ def gather_extras(
     """What an extra keeps; ``left`` is what `Capture.left_behind` gives, None before capture."""
     trees = tracked.trees()
     trees["loader"] = freeze(loader.tree(), "loader")
+    trees |= partitions(assembly.binding.optimizers)
     if carried is not None:
         trees["carried"] = carried
     if left is not None:

@@ -16,6 +16,7 @@ from adacheck_store.policy import Retention
 from adacheck_store.session import RunSession
 
 from .checkpointer import Checkpointer
+from .deepspeed import taken_apart
 from .grace import Stopped
 from .layouts import bind
 from .names import Model
@@ -80,6 +81,7 @@ def attach(
     What is not supported is refused before anything is done.
     """
     ranks = find_group() if group is None else group
+    model, optimizer, names = taken_apart(model, optimizer, names)
 
     def checked() -> Settings:
         bind(model, optimizer, names, ranks)

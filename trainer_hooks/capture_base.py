@@ -16,6 +16,7 @@ from adacheck_store.format.ids import block_digests
 from adacheck_store.format.record import Record
 
 from .copies import copy
+from .deepspeed import check_derived
 from .held import HeldGroups, held_groups, hold
 from .layouts import Binding
 from .stager import StateArea
@@ -63,6 +64,7 @@ def existing_arrays(binding: Binding) -> list[str]:
 
 def fill_area(binding: Binding, area: StateArea) -> None:
     """Copy the whole state into an area (training thread); state that is absent is zeros."""
+    check_derived(binding.optimizers)
     targets, sources, zeros = [], [], []
     for slot in binding.slots:
         name, main = slot.section.name, slot.section.main_role

@@ -2,6 +2,7 @@
 
 torch's `ZeroRedundancyOptimizer` is given all parameters. Each rank steps some of them by an
 optimizer inside, and sends them to all others. So a rank has of the others' the parameter alone.
+For DeepSpeed's see `deepspeed`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from typing import Any
 import torch
 
 from adacheck_store.format.errors import UnsupportedError
+
+from .deepspeed import Masters
 
 ZERO = "torch.distributed.optim.zero_redundancy_optimizer.ZeroRedundancyOptimizer"
 
@@ -50,8 +53,15 @@ def no_optimizer(given: Any) -> UnsupportedError:
     )
 
 
+def stepper(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer whose class makes the step."""
+    return optimizer.zero.inner if isinstance(optimizer, Masters) else keeper(optimizer)
+
+
 def settle(optimizer: torch.optim.Optimizer) -> None:
-    """Give the one inside the groups' values, as the outer one has them."""
+    """Give the one inside the groups' values as the outer one has them; make what follows anew."""
+    if isinstance(optimizer, Masters) and optimizer is optimizer.zero.masters[-1]:
+        optimizer.zero.refresh()
     inner = keeper(optimizer)
     if inner is optimizer:
         return

@@ -15,7 +15,7 @@ from adacheck_store.group import SOLO, Group
 from adacheck_store.optimizers import OptimizerSpec, find_spec
 
 from .held import refuse_arrays
-from .inner import keeper, no_optimizer
+from .inner import keeper, no_optimizer, stepper
 from .names import Model, NamedTensor, named_tensors
 from .shards import is_sharded, local, piece_of
 
@@ -201,7 +201,7 @@ def _groups_of(
 
 def checked_spec(optimizer: torch.optim.Optimizer) -> OptimizerSpec:
     """The spec of an optimizer; refuses wrappers and compiled steps by name."""
-    kept = keeper(optimizer)
+    kept = stepper(optimizer)
     inner = getattr(optimizer, "optim", None) or getattr(optimizer, "optimizer", None)
     if isinstance(inner, torch.optim.Optimizer) and inner is not kept:
         raise UnsupportedError(

@@ -18,6 +18,7 @@ from adacheck_store.format.layout import Layout
 from adacheck_store.optimizers import IMPLEMENTATION_FLAGS, OptimizerSpec
 from adacheck_store.state import PartState
 
+from .deepspeed import check_partitions
 from .inner import settle
 from .layouts import MISMATCHES_SHOWN, Binding, Match, compare
 from .shards import local
@@ -33,6 +34,7 @@ def fitting(
     Raises `ModelMismatchError` if the model is not the chain's.
     """
     check_trees(tree.get(TREE, {}), binding)
+    check_partitions(tree, binding.optimizers)
     matches = compare(binding, state.layout, _group_counts(state, binding), **place)
     _check_arrays(state, matches, place)
     return matches

@@ -11,6 +11,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from adacheck_store.format.errors import NameRefusedError, UnsupportedError
 
+from .deepspeed import Masters
 from .shards import is_sharded, local, refusal
 
 Model = torch.nn.Module | Sequence[torch.nn.Module]
@@ -122,6 +123,8 @@ def named_tensors(
     """
     by_id: dict[int, NamedTensor] = {}
     taken: dict[str, int] = {}
+    given = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers
+    halves = {key for each in given if isinstance(each, Masters) for key in each.zero.halves}
     for module in modules_of(model):
         for path, part in walk(module):
             if dense:
@@ -132,6 +135,8 @@ def named_tensors(
             places = ((part._parameters, True), (part._buffers, False))
             for owner, parameter in places:
                 for name, value in owner.items():
+                    if id(value) in halves:
+                        continue  # they follow from their masters
                     _add(by_id, taken, f"{path}{name}", value, owner, name, parameter)
     extra = dict(names or {})
     for name, value in extra.items():
@@ -139,7 +144,6 @@ def named_tensors(
             raise NameRefusedError(f"names={{{name!r}: ...}}", hint="map names to tensors")
         _add(by_id, taken, name, value, extra, name, True)
     found = list(by_id.values())
-    given = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers
     for number, optimizer in enumerate(given):
         _check_optimizer("the optimizer" if len(given) == 1 else f"optimizer {number}",
                          optimizer, by_id)  # fmt: skip

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-PARALLEL = ("zero", "moe", "stages", "mixed")
+DEEP = ("deep0", "deep1", "deep2", "deep3", "deep2turned", "deep2flip", "deep2micro")
+
+PARALLEL = ("zero", "moe", "stages", "mixed", *DEEP)
 """Kinds that are built here."""
 
 
@@ -15,8 +17,13 @@ def build_parallel(kind: str, rank: int, ranks: int, width: int):
     and stepped by ``ZeroRedundancyOptimizer``. ``stages``: two stages of a pipeline, each of
     layers that it numbers from 0, on four ranks each stage twice. ``mixed``: as an automatic
     planner might have it, each operator in its own way: copied, cut by columns or rows, copied in
-    bf16, stepped on one rank and sent to the others, of each rank alone.
+    bf16, stepped on one rank and sent to the others, of each rank alone. ``deep1`` to ``deep3``:
+    DeepSpeed's stages of ZeRO in bf16, with two groups, ``deep2turned`` with the weights in another
+    order, ``deep2micro`` with two micro-batches a step.
     """
+    if kind in DEEP:
+        micro = 2 if kind == "deep2micro" else 1
+        return _deep(int(kind[4]), width, turned=kind == "deep2turned", micro=micro)
     model = bare(kind, rank, ranks, width)
     made = {"zero": _zero, "moe": _sent, "stages": _piped, "mixed": _planned}
     return made[kind](model, rank, ranks)
@@ -248,3 +255,64 @@ def _planned(model, rank: int, ranks: int):
 
     optimizer.register_step_post_hook(send)
     return model, optimizer
+
+
+def _deep(stage: int, width: int, *, turned: bool, micro: int):
+    import os
+
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+
+    rank = str(dist.get_rank())
+    size = str(dist.get_world_size())
+    os.environ |= {"DS_ACCELERATOR": "cpu", "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size}
+    import deepspeed
+
+    class Halved(nn.Module):
+        """In bf16, from and to fp32; in halves without a rest, for that would be stray memory."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(
+                nn.Linear(9, width + 1),
+                nn.Dropout(0.2),
+                nn.GELU(),
+                nn.Linear(width + 1, 1, bias=False),
+            )
+
+        def forward(self, batch):
+            return self.layers(batch.bfloat16()).float()
+
+    model = Halved()
+    weights = [p for name, p in model.named_parameters() if name.endswith("weight")]
+    biases = [p for name, p in model.named_parameters() if name.endswith("bias")]
+    groups = [
+        {"params": weights[::-1] if turned else weights, "weight_decay": 0.1},
+        {"params": biases, "weight_decay": 0.0},
+    ]
+    config = {
+        "train_micro_batch_size_per_gpu": 8, "bf16": {"enabled": True},
+        "zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False, "steps_per_print": 10**9,
+        "gradient_accumulation_steps": micro,
+    }  # fmt: skip
+    engine, optimizer, _, _ = deepspeed.initialize(
+        model=model, optimizer=torch.optim.AdamW(groups, lr=1e-2), config=config,
+        dist_init_required=False,
+    )  # fmt: skip
+    if stage == 0:
+        return engine, optimizer
+    engine.masters = (
+        optimizer.fp32_partitioned_groups_flat
+        if stage == 3 else optimizer.single_partition_of_fp32_groups
+    )  # fmt: skip
+
+    def run(batch, target):
+        loss = nn.functional.mse_loss(engine(batch), target)
+        engine.backward(loss)
+        engine.step()
+        return loss
+
+    engine.run = run
+    return engine, optimizer

@@ -127,7 +127,9 @@ def _cut(model, kind: str, ranks: int):
 
 
 def listed(optimizer) -> list:
-    """One optimizer or several as a list."""
+    """One optimizer or several as a list; of DeepSpeed's the one that it steps."""
+    if type(optimizer).__module__.startswith("deepspeed"):
+        return [optimizer.optimizer]
     return list(optimizer) if isinstance(optimizer, list) else [optimizer]
 
 
@@ -152,7 +154,9 @@ def digest(model, optimizer, schedule) -> str:
     found = {}
     for each in listed(optimizer):
         found |= getattr(each, "optim", each).state
-    for index, state in enumerate(found.get(p, {}) for p in model.parameters()):
+    masters = getattr(model, "masters", [])
+    blob += b"".join(map(_bytes, masters))
+    for index, state in enumerate(found.get(p, {}) for p in [*model.parameters(), *masters]):
         for role in sorted(state):
             blob += f"{index}{role}".encode() + _bytes(state[role])
     groups = [
@@ -178,8 +182,9 @@ def step(model, optimizer, schedule, batch) -> float:
     kinds = {type(param.data) for param in model.parameters()}
     if len(kinds) == 1 and getattr(model, "clipped", True):  # of several torch clips nothing
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    for each in listed(optimizer):
-        each.step()
+    if not hasattr(model, "masters"):  # else all is done
+        for each in listed(optimizer):
+            each.step()
     schedule.step()
     return loss.item()
 
@@ -191,9 +196,17 @@ def grow(kind: str, model, optimizer, number: int) -> None:
 
 
 def flip(kind: str, model, rank: int, number: int) -> None:
-    """``flip``: after an update one bit of one weight of rank 1 changes, and nothing sees it."""
+    """``flip``: after an update one bit of one weight of rank 1 changes, and nothing sees it.
+
+    ``deep2flip``: so does a half of rank 0, for that one boundary, at which a base is due.
+    """
     import torch
 
+    if kind == "deep2flip" and rank == 0:
+        half = model.module.layers[0].weight.data
+        if number == BASE_EVERY:
+            model.half = half.clone()
+            half.view(-1).view(torch.int16)[3] ^= 1 << 6
     if kind == "flip" and (rank, number) == (1, FLIPPED_AT):
         model.get_parameter(f"module.{FLIPPED}").data.view(-1).view(torch.int32)[3] ^= 1 << 18
 
@@ -321,6 +334,9 @@ def _train(out: str, rank: int, ranks: int, port: int, prefix: str, kind: str, o
     if options.get("grown"):
         grow(kind, model, optimizer, GROWN_AT)
     warnings.simplefilter("error")
+    if kind.startswith("deep"):  # it calls what torch has given another name
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
     before = digest(model, optimizer, schedule)
     with open(out, "w", encoding="utf-8") as journal:
         write = writes(journal)
