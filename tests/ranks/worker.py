@@ -386,6 +386,9 @@ def _train(out: str, rank: int, ranks: int, port: int, prefix: str, kind: str, o
                     os.kill(os.getpid(), signal.SIGKILL)
                 try:
                     assert ckpt.end_step() == number
+                except AdaCheckError as error:
+                    write(ended=str(error))
+                    raise
                 finally:  # also where the run stops
                     write(step=number, loss=loss.hex())
                 time.sleep(options.get("pause_s", 0.0) * options.get("slower", {}).get(rank, 1))
