@@ -54,31 +54,30 @@ def attach(
 ) -> Checkpointer:
     """Keep a checkpoint of every step of a run in the store at a URL.
 
-    ``model`` is a module or a list of modules, ``optimizer`` its optimizer or a list of them (and
-    then `Checkpointer.end_step` is the boundary). ``policy`` is ``lossless``, or ``bf16``:
-    gradients are rounded in place before the step, and training consumes what is stored. ``window``
-    is how many steps may be in flight, ``base_every`` how often a base is made by folding,
-    ``full_every`` how often the whole state is kept where updates cannot be folded (an unproven
-    optimizer), ``object_lag`` how many steps the object tier may stay behind, ``keep`` how many
-    bases are kept, or a `Retention`. With ``agents`` the records go to an agent on this node,
-    started if there is none, which outlives this process: it passes them on to ``k`` others, folds,
+    ``model`` is a module, a list of modules or a DeepSpeed engine, ``optimizer`` its optimizer or a
+    list of them (then `Checkpointer.end_step` is the boundary). ``policy`` is ``lossless``, or
+    ``bf16``: gradients are rounded in place before the step, so training uses what is stored.
+    ``window`` is how many steps may be in flight, ``base_every`` how often a base is made by
+    folding, ``full_every`` how often the whole state is kept where updates cannot be folded (an
+    unproven optimizer), ``object_lag`` how many steps the object tier may stay behind, ``keep`` how
+    many bases are kept, or a `Retention`. With ``agents`` records go to an agent on this node,
+    started if there is none, which outlives this process and passes them on to ``k`` others, folds,
     drains and prunes. ``resume`` is ``auto``, ``must`` (an error on a run without history) or
     ``never``. ``strict`` raises an error of saving at the next boundary. ``lmdb_bytes`` is the LMDB
     tier's capacity (0: nine tenths of what its disk has; it needs about ``keep`` + 1 whole states
     and the gradients of ``keep * base_every`` steps; an agent's takes what its disk has). ``names``
     names tensors of the optimizer that are not in the model. ``group`` is the ranks of the run: by
     default those of torch.distributed, where it is initialised with more than one process. Then
-    every rank attaches, with the same arguments, and `Checkpointer.end_step` is the boundary.
-    Where folds here cannot give the trainer's bits (class ``bounded``: training on a GPU) the whole
-    state is kept besides, every ``bounded_every`` steps (at most 256), and compared with the fold
-    that leads to it. If any number differs by more than ``max_drift``, in its own unit, the steps
-    between are no longer offered; a restore obeys it too.
-    With ``sigterm_grace_s`` SIGTERM, to any rank, ends the run within so many seconds: all ranks
-    leave the loop at one boundary by `Stopped`, a `SystemExit` of 143, and store what they can.
-    After ``max_deaths`` attempts in a row that died without getting past the newest step (0: never)
-    `restore` begins at an older one. What ranks prove to be on several of them is written by one,
-    as long as its copies stay equal; ``redundancy="off"`` keeps on every rank all that it has.
-    What is not supported is refused before anything is done.
+    every rank attaches, with the same arguments, and `Checkpointer.end_step` is the boundary. Where
+    folds here cannot give the trainer's bits (class ``bounded``: training on a GPU) the whole state
+    is kept besides, every ``bounded_every`` steps (at most 256), and compared with the fold that
+    leads to it. If any number differs by more than ``max_drift``, in its own unit, the steps
+    between are offered no longer, nor restored. With ``sigterm_grace_s`` SIGTERM, to any rank, ends
+    the run within so many seconds: all leave the loop at one boundary by `Stopped`, a `SystemExit`
+    of 143, and store what they can. After ``max_deaths`` attempts in a row that died without
+    getting past the newest step (0: never) `restore` begins at an older one. What ranks prove to be
+    on several of them is written by one, as long as its copies stay equal; ``redundancy="off"``
+    keeps on every rank all that it has. What is not supported is refused before anything is done.
     """
     ranks = find_group() if group is None else group
     model, optimizer, names = taken_apart(model, optimizer, names)
