@@ -231,19 +231,23 @@ def compact_verb(
 @main.command("restore")
 @store_options()
 @click.argument("file", type=click.Path())
-@click.option("--step", type=click.IntRange(min=0), help="Default: the newest provable.")
+@click.option("--step", default="", help="A step or a tag. Default: the newest provable.")
 @click.option("--term", default="", help="A branch off the line, by its term.")
 @click.option("--rank", type=click.IntRange(min=0), default=0, help="Whose own tensors; 0.")
 @click.option("--force", is_flag=True, help="Replace FILE if it exists.")
 def restore_verb(
-    store_url: str, cache: str | None, as_json: bool, run: str, file: str, step: int | None,
+    store_url: str, cache: str | None, as_json: bool, run: str, file: str, step: str,
     term: str, rank: int, force: bool,
 ) -> None:  # fmt: skip
     """Write a step's model and optimizer into a safetensors FILE."""
     from adacheck_store.tools.restore import restore
+    from adacheck_store.tools.tag import step_named
 
     with open_url(store_url, cache) as store, progress_bar() as tell:
-        row = restore(store, file, run, step=step, term=term, rank=rank, force=force, progress=tell)
+        number = step_named(store, step, run) if step else None
+        row = restore(
+            store, file, run, step=number, term=term, rank=rank, force=force, progress=tell
+        )
     show_rows("restored", store_url, [row], as_json)
 
 
@@ -254,18 +258,20 @@ def restore_verb(
     "--format", "form", required=True,
     type=click.Choice(["safetensors", "hf", "torch", "dcp"]), help="What TARGET becomes.",
 )  # fmt: skip
-@click.option("--step", type=click.IntRange(min=0), help="Default: the newest provable.")
+@click.option("--step", default="", help="A step or a tag. Default: the newest provable.")
 @click.option("--term", default="", help="A branch off the line, by its term.")
 @click.option("--rank", type=click.IntRange(min=0), default=0, help="Whose own tensors; 0.")
 def export_verb(
     store_url: str, cache: str | None, as_json: bool, run: str, target: str, form: str,
-    step: int | None, term: str, rank: int,
+    step: str, term: str, rank: int,
 ) -> None:  # fmt: skip
     """Write a step for other programs into TARGET, a file or (hf, dcp) a folder."""
     from adacheck_store.tools.export import Choice, export
+    from adacheck_store.tools.tag import step_named
 
-    choice = Choice(run=run, step=step, term=term, rank=rank)
     with open_url(store_url, cache) as store, progress_bar() as tell:
+        number = step_named(store, step, run) if step else None
+        choice = Choice(run=run, step=number, term=term, rank=rank)
         row = export(store, target, form, choice, progress=tell)
     show_rows("restored", store_url, [row], as_json)
 

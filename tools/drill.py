@@ -10,21 +10,17 @@ from __future__ import annotations
 import random
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-import torch
-
 from adacheck_store.ahead import Ahead
-from adacheck_store.arrays import torch_dtype
 from adacheck_store.candidates import carry_out
 from adacheck_store.catalog import read_catalog
 from adacheck_store.fetch import Fetcher
 from adacheck_store.format.errors import RecordNotFoundError, RestoreError, TierReadOnlyError
 from adacheck_store.format.ids import Buffer
-from adacheck_store.format.layout import Section
 from adacheck_store.reading import open_fold, open_layout, read_extra
 from adacheck_store.recovery import RestorePlan
 from adacheck_store.restore import Certificate, certify
@@ -36,6 +32,7 @@ from adacheck_store.tiers.zarr import ZarrTier
 
 from .ls import line_prover
 from .rows import Progress, choose_run, silent
+from .whole import Nowhere
 
 RESTORED, NOTHING = "restored", "nothing left"
 
@@ -142,22 +139,6 @@ class Harmed:
         return self._objects.requests()
 
 
-class _Nowhere:
-    """A sink that lets every window go when it is done, and tells how many bytes were folded."""
-
-    def __init__(self, tell: Callable[[int], None]) -> None:
-        self._folded, self._tell = 0, tell
-
-    def window(self, section: Section, role: str, start: int, stop: int) -> torch.Tensor:
-        """Fresh memory."""
-        return torch.empty(stop - start, dtype=torch_dtype(section.dtypes[role]))
-
-    def done(self, section: Section, start: int, stop: int, views: Mapping[str, Any]) -> None:
-        """Nothing is kept."""
-        self._folded += sum(view.nbytes for view in views.values())
-        self._tell(self._folded)
-
-
 def drill(
     store: Store, run: str = "", *, seed: int = 0, progress: Progress = silent
 ) -> Iterator[DrillRow]:
@@ -242,7 +223,7 @@ def _rehearse(loss: Loss, run: str, newest: int, progress: Progress) -> DrillRow
         reports = []
         for part in plan.parts:
             fold = open_fold(fetcher, open_layout(tiers, run, part.layout), part)
-            sink = _Nowhere(lambda done: progress(loss.words, done, 0))
+            sink = Nowhere(lambda done: progress(loss.words, done, 0))
             with Ahead(fetcher.parallel) as reader:
                 reports.append(fold.run(sink, reader))
         return certify(plan, reports, fetcher)

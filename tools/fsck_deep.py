@@ -6,18 +6,13 @@ trainer had: by the fingerprints in its deltas, and by every base that an earlie
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import torch
-
-from adacheck_store.arrays import torch_dtype
 from adacheck_store.catalog import Catalog
 from adacheck_store.drift import Drift, measure, stretch
 from adacheck_store.fetch import Fetcher
 from adacheck_store.format.errors import AdaCheckError, ReplayMismatchError
-from adacheck_store.format.layout import Section
 from adacheck_store.reading import open_fold, open_layout
 from adacheck_store.recovery import PartPlan, Prover, RestorePlan
 from adacheck_store.tiers.base import Tier
@@ -25,6 +20,7 @@ from adacheck_store.tiers.base import Tier
 from .findings import Finding, finding
 from .ls import line_prover
 from .rows import Progress
+from .whole import Nowhere
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +82,8 @@ def _check_step(
     for part in plan.parts:
         layout = open_layout(tiers, plan.run, part.layout)
         try:
-            sink = _Nowhere(progress, f"folding step {step}, {part.part}")
+            what = f"folding step {step}, {part.part}"
+            sink = Nowhere(lambda done, what=what: progress(what, done, 0))  # type: ignore[misc]
             report = open_fold(fetcher, layout, part).run(sink)
             checked, differed = checked + report.checked, differed + report.differed
             classes.add(report.exactness)
@@ -108,24 +105,3 @@ def _check_step(
 def _wrong(run: str, step: int, part: PartPlan, error: ReplayMismatchError) -> Finding:
     what = f"step {step}, {part.part}, from base {part.base.step}: {error.message}"
     return finding("fold", what, key=part.base.key, run=run, tier=" ".join(part.base.tiers))
-
-
-class _Nowhere:
-    """A sink that keeps nothing; the same memory for every window of a role."""
-
-    def __init__(self, progress: Progress, what: str) -> None:
-        self._progress, self._what, self._done = progress, what, 0
-        self._scratch: dict[tuple[str, str], torch.Tensor] = {}
-
-    def window(self, section: Section, role: str, start: int, stop: int) -> torch.Tensor:
-        """Scratch memory."""
-        kept = self._scratch.get((section.name, role))
-        if kept is None or kept.numel() < stop - start:
-            kept = torch.empty(stop - start, dtype=torch_dtype(section.dtypes[role]))
-            self._scratch[section.name, role] = kept
-        return kept[: stop - start]
-
-    def done(self, section: Section, start: int, stop: int, views: Mapping[str, Any]) -> None:
-        """Nothing is kept."""
-        self._done += sum(view.nbytes for view in views.values())
-        self._progress(self._what, self._done, 0)

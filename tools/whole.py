@@ -189,6 +189,24 @@ class PieceSink:
                     self._write(label, at, view[begin : begin + count])
 
 
+class Nowhere:
+    """A fold's sink that lets every window go when it is done, and tells how many bytes were."""
+
+    def __init__(self, tell: Callable[[int], None]) -> None:
+        self._folded, self._tell = 0, tell
+
+    def window(self, section: Section, role: str, start: int, stop: int) -> torch.Tensor:
+        """Fresh memory."""
+        return torch.empty(stop - start, dtype=torch_dtype(section.dtypes[role]))
+
+    def done(
+        self, section: Section, start: int, stop: int, views: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Nothing is kept."""
+        self._folded += sum(view.nbytes for view in views.values())
+        self._tell(self._folded)
+
+
 def runs(piece: Slice, low: int, high: int) -> Iterator[tuple[int, int, int]]:
     """Where elements low..high of a piece lie in its flattened tensor.
 

@@ -102,6 +102,10 @@ def test_diff_by_tags_and_what_is_in_one_alone(tmp_path: Path) -> None:
     assert twice == ["first", "second"], "another shape"
     assert cli("tag", store, "good", 2).exit_code == 0
     assert cli("diff", store, "good", "3").exit_code == 0
+    assert cli("restore", store, tmp_path / "out", "--step", "good").exit_code == 0
+    with safetensors.safe_open(str(tmp_path / "out"), "pt") as file:
+        assert file.metadata()["step"] == "2"
+    assert "no step and no tag" in cli("restore", store, tmp_path / "no", "--step", "-1").stderr
     result = cli("diff", store, "bad", "3")
     assert (result.exit_code, "of: good" in result.stderr) == (2, True)
 
