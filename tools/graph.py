@@ -102,11 +102,11 @@ def _events(catalog: Catalog) -> dict[str, list[tuple[int, str, str]]]:
             kept = f", {len(newest.kept)} steps kept below" if newest.kept else ""
             text = f"floor of {tier}, step {newest.step}{kept}"
             begun = [term for term in newest.terms if _has(catalog, term, newest.step)]
-            holder = max(begun, default=newest.term)
+            holder = max(begun, default=min(newest.terms))
             found[holder].append((newest.step, "floor", text))
     return found
 
 
 def _has(catalog: Catalog, term: str, step: int) -> bool:
     first = min((m.step for m in catalog.manifests.values() if m.term == term), default=step + 1)
-    return first <= step
+    return first < step  # a fork step is of the parent

@@ -216,29 +216,29 @@ def test_graph(tmp_path: Path) -> None:
     session = RunSession.open(str(store), RUN, settings=stores.Settings(base_every=8, object_lag=4))
     toy = stores.make_toy()
     try:
-        stores.load(toy, session.restore(step=18))
+        stores.load(toy, session.restore(step=16))
         session.start(toy.layout, start_step=toy.step, base=toy.base, extra=toy.extra)
         toy.train()
         session.append(toy.boundary())
         session.flush(60)
     finally:
         session.close()
-    assert cli("tag", store, "good", 19).exit_code == 0
+    assert cli("tag", store, "good", 17).exit_code == 0
     assert cli("gc", store, "--apply", "--grace", 0).exit_code == 0
     rows = cli_json("log", store, "--graph")[1]["rows"]
     first, second, third = sorted({row["term"] for row in rows})
     assert [(row["graph"], row["what"], row["term"], row["step"]) for row in rows] == [
-        ("*", "term", third, None), ("o", "base", third, 19), ("@", "tag", third, 19),
-        ("|", "start", third, 18),
+        ("*", "term", third, None), ("o", "base", third, 17), ("@", "tag", third, 17),
+        ("|", "start", third, 16),
         ("| *", "term", second, None), ("| o", "base", second, 24), ("| |", "start", second, 20),
-        ("| | *", "term", first, None), ("| |/", "fork", first, 20), ("|/", "fork", first, 18),
+        ("| | *", "term", first, None), ("| |/", "fork", first, 20), ("|/", "fork", first, 16),
         ("o", "base", first, 16), ("_", "floor", first, 16),
         ("o", "base", first, 8), ("_", "floor", first, 8),
     ]  # fmt: skip
     assert "off the line" in rows[4]["text"]
     text = cli("log", store, "--graph").stdout.splitlines()
     assert len(text) == len(rows)
-    assert text[2] == "@ tag good, step 19"
+    assert text[2] == "@ tag good, step 17"
 
 
 def test_ls_of_one_tier_or_term(store: Path) -> None:
