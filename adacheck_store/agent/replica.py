@@ -252,13 +252,22 @@ class PartReplica(Replica):
         oldest = min((ref.step for ref in kept if ref.kind == "base"), default=0)
         if not follows or mark.newest < oldest:
             return kept
-        last = self._line[-1]  # its base at the fork, where it begins with another layout, is of
-        return [  # use to one that has the parent's records of that step alone
+        return [
             ref for ref in kept
             if (ref.step > mark.newest and (ref.kind == "delta" or ref.origin == "captured"))
-            or (ref.kind == "base" and ref.term == last.term and ref.step == last.first
-                and ref.step == mark.newest)
+            or (ref.step == mark.newest and self._begins(ref))
         ]  # fmt: skip
+
+    def _begins(self, ref: RecordRef) -> bool:
+        """True for the base of another layout than its parent's that the newest term begins with.
+
+        Who has the parent's records alone can produce its step, and nothing that follows.
+        """
+        last = self._line[-1]
+        if ref.kind != "base" or (ref.term, ref.step) != (last.term, last.first):
+            return False
+        before = self._proofs[self._line[-2].term].get(ref.step, {}) if len(self._line) > 1 else {}
+        return any(proof.layout != ref.layout for proof in before.values())
 
 
 class ExtraReplica(Replica):
