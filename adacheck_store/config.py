@@ -65,7 +65,7 @@ class Settings:
     k: int = 1
     sigterm_grace_s: float = 0.0
     max_deaths: int = 3
-    redundancy: str = "auto"
+    redundancy: str = "off"
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:

@@ -119,7 +119,7 @@ class Pruner:
         return not live and bool(
             put_floor(
                 tier, self._run, term=str(self._term), terms=choice.terms, step=choice.step,
-                kept=tuple(choice.kept), ignore=dead,
+                kept=tuple(choice.kept), ignore=dead, logged=choice.logged,
             )
         )  # fmt: skip
 

@@ -142,14 +142,15 @@ def names_of(piece: Slice) -> tuple[str, ...]:
 
 def reshard(
     need: Layout, parts: Mapping[str, Layout], *, rank: str, own: Wanted,
-    alike: Mapping[tuple[str, str], str], bare: Collection[str] = (),
+    alike: Mapping[tuple[str, str], str], bare: Collection[str] = (), as_many: bool = True,
 ) -> Reshard:  # fmt: skip
     """How ``need`` is made up of what all ``parts`` of a chain hold at a step.
 
     ``parts`` are in order of preference. A tensor without scope may come from any of them. One that
     each rank has of its own goes to the same rank: by its scope, or, where shared copies are kept
-    once, by what ``own`` says that rank held. For another rank, and where it is to be cut, what
-    several ranks have of it must be equal: proven by equal tokens in ``alike`` (by part and
+    once, by what ``own`` says that rank held. For another rank, where it is to be cut, and where
+    there are not ``as_many`` ranks as wrote the chain (what a rank alone had may then be nobody's),
+    what several ranks have of it must be equal: proven by equal tokens in ``alike`` (by part and
     section), else to be compared. Of a buffer, which DDP broadcasts, the first rank's is taken, and
     of a parameter that an optimizer has on some ranks alone (ZeRO-1) theirs. Parameters in ``bare``
     are needed without the optimizer's state.
@@ -157,7 +158,7 @@ def reshard(
     Raises `ModelMismatchError` naming the tensors that cannot be made up. What is in the chain and
     not needed has no elements in the layout; what is needed and not in the chain is not there.
     """
-    return _Planner(need, parts, rank, own, alike, bare).plan()
+    return _Planner(need, parts, rank, own, alike, bare, as_many).plan()
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,10 +182,10 @@ class _Planner:
 
     def __init__(
         self, need: Layout, parts: Mapping[str, Layout], rank: str, own: Wanted,
-        alike: Mapping[tuple[str, str], str], bare: Collection[str],
+        alike: Mapping[tuple[str, str], str], bare: Collection[str], as_many: bool,
     ) -> None:  # fmt: skip
         self._need, self._parts, self._bare = need, parts, bare
-        self._rank, self._own, self._alike = rank, own, alike
+        self._rank, self._own, self._alike, self._as_many = rank, own, alike, as_many
         self._named: dict[str, list[Held]] = defaultdict(list)
         for part, layout in parts.items():
             for section in layout.sections:
@@ -227,7 +228,7 @@ class _Planner:
         bare = piece.name in self._bare
         free = [held for held in found if not held.piece.scope]
         mine = [held for held in found if self._is_mine(held) and _equal_cut(held.piece, piece)]
-        if free or (mine and piece.scope):
+        if free or (mine and piece.scope and self._as_many):
             return self._checked(_Tensor(piece, free or mine, bare=bare))
         if found[0].section.main_role == "buffer":
             first = min(found, key=lambda held: held.piece.scope)

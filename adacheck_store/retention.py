@@ -11,6 +11,7 @@ from adacheck_store.format.errors import (
     AdaCheckError,
     FormatError,
     RecordNotFoundError,
+    TierError,
     UnsupportedError,
 )
 from adacheck_store.format.keys import parse_key
@@ -24,7 +25,7 @@ from .drain import TierSource
 from .fetch import ArrayReader, BlocksLostError, Fetcher
 from .policy import Facts, Retention, chosen
 from .recovery import Prover, RestorePlan, tolerant_line
-from .terms import read_log
+from .terms import last_index, read_log
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,13 +33,15 @@ class FloorChoice:
     """A floor a tier can bear: the step, and the terms of the line it speaks for.
 
     ``bases`` are the bases of that step, one per part, to be read back before it is written.
-    ``kept`` are the steps that stay below it, with the rules that keep them.
+    ``kept`` are the steps that stay below it, with the rules that keep them. ``logged`` is the last
+    entry of the log that it was chosen by: one that knows of a later floor is chosen anew.
     """
 
     step: int
     terms: tuple[str, ...]
     bases: tuple[RecordRef, ...]
     kept: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    logged: int = 0
 
     def floor(self, tier: str, run: str) -> Floor:
         """The floor as it would be written, of no place in the log."""
@@ -107,6 +110,7 @@ def plan_floor(
     ``own`` are the parts and the ranks that the tier is to prove, where they are not all. Below the
     floor stay tagged steps and what ``retention`` says; without one, what the last floor kept.
     """
+    logged = last_index(tier, run)
     catalog = tier_catalog(tier, run)
     catalog = catalog if own is None else catalog.only(*own)
     terms, plans = standing(catalog)
@@ -123,7 +127,7 @@ def plan_floor(
         fresh = [plan for plan in left if plan.step in kept and plan.step not in before]
         worse = {plan.step for plan in fresh if not _verifies(tier, plan)}
         if not worse:
-            return replace(choice, kept=kept)
+            return replace(choice, kept=kept, logged=logged)
         bad |= worse  # what does not verify keeps nothing: another step of its stretch may
 
 
@@ -134,8 +138,9 @@ def _kept(
     """Steps below a floor that stay, and why."""
     found: dict[int, tuple[str, ...]] = {}
     if retention is None:
+        # Also what cannot be proven now: what is damaged may be mended yet.
         held = {step for floor in _floors(catalog, choice.terms) for step in floor.kept}
-        found = {plan.step: ("kept",) for plan in plans if plan.step in held}
+        found = {step: ("kept",) for step in held if step < choice.step}
     elif plans:
         found = chosen(retention, facts_of(tier, plans, retention))
     for tag in catalog.tags:
@@ -179,12 +184,22 @@ def _number(tier: Tier, plan: RestorePlan, path: str) -> float | None:
 
 
 def _verifies(tier: Tier, plan: RestorePlan) -> bool:
+    """Whether all of a step verifies; raises what may pass: unread is not damaged."""
     extras = [ref for refs in plan.extras.values() for ref in refs]
+    fetcher = Fetcher([tier])
     try:
-        read_back(tier, [*(part.base for part in plan.parts), *extras])
+        _read_all(fetcher, [*(part.base for part in plan.parts), *extras])
     except (FormatError, RecordNotFoundError, BlocksLostError):
+        for failure in fetcher.failures:
+            if _may_pass(failure):
+                raise failure from None
         return False
     return True
+
+
+def _may_pass(error: AdaCheckError) -> bool:
+    """Whether a record was not read, rather than found wrong or gone."""
+    return isinstance(error, TierError) and not isinstance(error, RecordNotFoundError)
 
 
 def _base_steps(catalog: Catalog, terms: set[str]) -> list[int]:
@@ -203,8 +218,11 @@ def _refers_below(catalog: Catalog, step: int) -> bool:
 
 def read_back(tier: Tier, bases: Iterable[RecordRef]) -> None:
     """Read every block of some records from the tier and verify it; raises what is wrong."""
-    fetcher = Fetcher([tier])
-    for ref in bases:
+    _read_all(Fetcher([tier]), bases)
+
+
+def _read_all(fetcher: Fetcher, refs: Iterable[RecordRef]) -> None:
+    for ref in refs:
         reader = ArrayReader(fetcher, ref)
         for info in reader.head.arrays:
             for index in range(len(info.digests)):
@@ -224,11 +242,12 @@ def below(keys: Iterable[str], floors: Sequence[Floor]) -> list[str]:
 
 
 def tier_catalog(tier: Tier, run: str) -> Catalog:
-    """The catalog of one tier alone; raises the tier's own trouble, if it has one."""
+    """The catalog of one tier alone; raises the tier's own trouble, or that of a record that could
+    not be read: what may go is not decided without it."""
     catalog = read_catalog([tier], run)
     for trouble in catalog.troubles:
-        if not trouble.key:
-            error: AdaCheckError = trouble.error
+        error: AdaCheckError = trouble.error
+        if not trouble.key or _may_pass(error):
             raise error
     return catalog
 

@@ -14,6 +14,7 @@ from adacheck_store.format.errors import (
     FormatError,
     RecordNotFoundError,
     TermError,
+    TierDamagedError,
     TierError,
     UsageError,
 )
@@ -53,7 +54,7 @@ def _read_log(tier: Tier, run: str) -> tuple[list[Entry], int]:
     return entries, damaged
 
 
-def _last_index(tier: Tier, run: str) -> int:
+def last_index(tier: Tier, run: str) -> int:
     """Index of the newest log entry, 0 if there is none."""
     return max((parse_key(text).step for text in tier.list(f"{run}/log/")), default=0)
 
@@ -61,7 +62,7 @@ def _last_index(tier: Tier, run: str) -> int:
 def _append(tier: Tier, run: str, make: Callable[[int], Entry | None]) -> Entry | None:
     """Put an entry at the next free index; a taken one is passed over. None if ``make`` gave up."""
     for _ in range(MAX_ATTEMPTS):
-        index = _last_index(tier, run) + 1
+        index = last_index(tier, run) + 1
         entry = make(index)
         if entry is None:
             return None
@@ -71,7 +72,7 @@ def _append(tier: Tier, run: str, make: Callable[[int], Entry | None]) -> Entry 
         except (ForkError, RecordNotFoundError):
             continue  # somebody was faster, or has just taken back what stood there
         tier.sync()
-        if _last_index(tier, run) == index:
+        if last_index(tier, run) == index:
             return entry
         # Entries beyond ours exist: our listing was stale (ours took the place of a superseded
         # floor), so what we derived from it is too. It has had no effect; take it back.
@@ -108,12 +109,14 @@ def excuse_term(tier: Tier, run: str, term: Term, why: str) -> None:
 
 def put_floor(
     tier: Tier, run: str, *, term: str, terms: tuple[str, ...], step: int, kept: tuple[int, ...],
-    ignore: Iterable[str] = (),
+    ignore: Iterable[str] = (), logged: int | None = None,
 ) -> Floor | None:  # fmt: skip
     """Write a floor for a tier into that tier's log, synced; older floors it covers go.
 
     None if the log has a newer claim (but those to ``ignore``): its owner may be restoring from
-    what lies below; and if it has a tag for a step that the floor covers.
+    what lies below; if it has a tag for a step that the floor covers; and if it has a floor after
+    the entry ``logged``, by which this one was chosen: it may keep steps that this one would not.
+    Raises `TierDamagedError` for a log with an entry that cannot be read, which may keep any step.
     """
     name = tier.traits.name
     dead = set(ignore)
@@ -122,7 +125,19 @@ def put_floor(
         if set(newer_claims(tier, run, Term.parse(term))) - dead:
             return None
         floor = Floor(run=run, term=term, index=index, tier=name, terms=terms, step=step, kept=kept)
-        tags = [entry for entry in read_log(tier, run) if isinstance(entry, Tag)]
+        entries, damaged = _read_log(tier, run)
+        if damaged:
+            raise TierDamagedError(
+                f"{damaged} entries of the log cannot be read: what they keep is not known, and "
+                "nothing is deleted", run=run, term=term, tier=name,
+                hint="adacheck-store fsck --repair rebuilds them or sets them aside",
+            )  # fmt: skip
+        late = logged is not None and any(
+            isinstance(entry, Floor) and entry.index > logged for entry in entries
+        )
+        tags = [entry for entry in entries if isinstance(entry, Tag)]
+        if late:
+            return None
         return None if any(floor.covers(tag.term, "base", tag.step) for tag in tags) else floor
 
     floor = _append(tier, run, make)

@@ -108,6 +108,7 @@ def put_together(
     shard = reshard(
         need.layout, {item.part: layouts[item.part] for item in order},
         rank=rank_name(need.rank), own=wanted, alike=_tokens(folds), bare=need.bare,
+        as_many=len(plan.manifest.ranks) == need.ranks,
     )  # fmt: skip
     used = shard.parts or (order[0].part,)
     arrays: dict[str, torch.Tensor] = {}

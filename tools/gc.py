@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from adacheck_store.format.errors import AdaCheckError, RecordNotFoundError
+from adacheck_store.format.errors import AdaCheckError
 from adacheck_store.format.keys import Key, Term, log_key, parse_key
 from adacheck_store.format.manifest import Claim, Floor
 from adacheck_store.policy import Retention
@@ -180,7 +180,7 @@ class _RunGc:
         detach(tier, self._run, choice)
         floor = put_floor(
             tier, self._run, term=choice.terms[-1], terms=choice.terms, step=choice.step,
-            kept=tuple(choice.kept), ignore=dead,
+            kept=tuple(choice.kept), ignore=dead, logged=choice.logged,
         )  # fmt: skip
         return floor is not None
 
@@ -250,6 +250,7 @@ def rivals(far: Tier, run: str, term: str) -> tuple[set[str], set[str]]:
     dead = {
         claim.term for claim in newer
         if now - times.get(str(log_key(run, claim.index)), now) > CLAIM_S
+        and not any(far.list(f"{run}/{claim.term}/manifest/"))  # one that cannot be read has begun
     }  # fmt: skip
     return {claim.term for claim in newer} - dead, dead
 
@@ -262,14 +263,14 @@ def _leftovers(tier: ZarrTier, run: str, apply: bool, ages: Ages) -> Iterator[Gc
         names = list(found)
         old = all(now - at >= ages.older_s for _, at in names)
         if owner and old and all(name != f"{owner}/{DOCUMENT}" for name, _ in names):
-            if not apply or _still_loose(tier, owner):
-                loose["unfinished"] += [name for name, _ in names]
+            gone = _delete_loose(tier, owner, ages) if apply else [name for name, _ in names]
+            loose["unfinished"] += gone
         elif not owner and ages.aside:
             loose["set aside"] += [
                 name for name, at in names if name.startswith(ASIDE) and now - at >= ages.older_s
             ]
     for what, names_of in loose.items():
-        if apply:
+        if apply and what != "unfinished":
             objects.delete(names_of)
         if names_of:
             yield GcRow(run=run, tier=tier.traits.name, what=what, done="deleted", applied=apply,
@@ -282,13 +283,17 @@ def _leftovers(tier: ZarrTier, run: str, apply: bool, ages: Ages) -> Iterator[Gc
                     count=count)  # fmt: skip
 
 
-def _still_loose(tier: ZarrTier, owner: str) -> bool:
-    """Whether a record has no head, looked up anew: a put may have ended since it was listed."""
-    try:
-        tier.objects.get(f"{owner}/{DOCUMENT}", 0, 1)
-    except RecordNotFoundError:
-        return True
-    return False
+def _delete_loose(tier: ZarrTier, owner: str, ages: Ages) -> list[str]:
+    """Delete a record's objects if they are loose still, looked up anew: another put of the same
+    record may have begun since they were listed, or ended."""
+    objects = tier.objects
+    now, found = objects.now(), list(objects.dated(f"{owner}/"))
+    names = [name for name, _ in found]
+    young = any(now - at < ages.older_s for _, at in found)
+    if young or f"{owner}/{DOCUMENT}" in names:
+        return []
+    objects.delete(names)
+    return names
 
 
 def _place(text: str) -> tuple[str, str, str]:

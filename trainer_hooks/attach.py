@@ -50,7 +50,7 @@ def attach(
     agents: Agents | None = None,
     sigterm_grace_s: float = 0.0,
     max_deaths: int = 3,
-    redundancy: str = "auto",
+    redundancy: str = "off",
 ) -> Checkpointer:
     """Keep a checkpoint of every step of a run in the store at a URL.
 
@@ -75,9 +75,9 @@ def attach(
     between are offered no longer, nor restored. With ``sigterm_grace_s`` SIGTERM, to any rank, ends
     the run within so many seconds: all leave the loop at one boundary by `Stopped`, a `SystemExit`
     of 143, and store what they can. After ``max_deaths`` attempts in a row that died without
-    getting past the newest step (0: never) `restore` begins at an older one. What ranks prove to be
-    on several of them is written by one, as long as its copies stay equal; ``redundancy="off"``
-    keeps on every rank all that it has. What is not supported is refused before anything is done.
+    getting past the newest step (0: never) `restore` begins at an older one. With
+    ``redundancy="auto"`` what ranks prove to be on several of them is written by one, as long as
+    its copies stay equal. What is not supported is refused before anything is done.
     """
     ranks = find_group() if group is None else group
     model, optimizer, names = taken_apart(model, optimizer, names)

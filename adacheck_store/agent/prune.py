@@ -124,7 +124,7 @@ class Prunes:
         live, dead = self._rivals[1].look()
         return not live and not self._shell.core.lease.frozen(time.monotonic()) and bool(
             put_floor(tier, run, term=term, terms=choice.terms, step=choice.step,
-                      kept=tuple(choice.kept), ignore=dead)
+                      kept=tuple(choice.kept), ignore=dead, logged=choice.logged)
         )  # fmt: skip
 
     def _bury(self) -> None:

@@ -7,15 +7,26 @@ import json
 import math
 import random
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from adacheck_store.agent.control import _settings
 from adacheck_store.config import Settings
-from adacheck_store.format.errors import UsageError
+from adacheck_store.format.errors import TierDamagedError, UsageError
+from adacheck_store.format.keys import log_key
 from adacheck_store.format.manifest import Floor, Tag
 from adacheck_store.policy import Facts, Retention, chosen
-from adacheck_store.terms import claim_term, put_floor, put_tag, read_log, remove_tag
+from adacheck_store.terms import (
+    claim_term,
+    last_index,
+    put_floor,
+    put_tag,
+    read_log,
+    remove_tag,
+)
+from adacheck_store.tiers.object_local import LocalObjects
+from adacheck_store.tiers.zarr import ZarrTier
 from tests.core.kit import KeptTier
 
 
@@ -95,6 +106,39 @@ def test_a_floor_that_kept_less_is_not_forgotten() -> None:
     floors = [entry for entry in read_log(far, "run") if isinstance(entry, Floor)]
     assert [floor.step for floor in floors] == [16, 24]
     assert any(floor.covers(term, "base", 2) for floor in floors)
+
+
+def test_a_floor_that_was_chosen_before_another_is_chosen_anew() -> None:
+    """The later one may keep what the earlier would not."""
+    far = KeptTier("far")
+    term = str(claim_term(far, "run"))
+    put_tag(far, "run", term=term, name="good", step=9)
+    seen = last_index(far, "run")
+    kept = put_floor(far, "run", term=term, terms=(term,), step=8, kept=(4,), logged=seen)
+    assert kept is not None
+    late = put_floor(far, "run", term=term, terms=(term,), step=8, kept=(), logged=seen)
+    assert late is None
+    assert [e.kept for e in read_log(far, "run") if isinstance(e, Floor)] == [(4,)]
+    seen = last_index(far, "run")
+    again = put_floor(far, "run", term=term, terms=(term,), step=9, kept=(4,), logged=seen)
+    assert again is not None
+
+
+def test_no_floor_is_raised_by_a_log_that_cannot_be_read(tmp_path: Path) -> None:
+    """The entry may be a tag, or a floor that keeps something."""
+    objects = LocalObjects(tmp_path)
+    far = ZarrTier(objects)
+    term = str(claim_term(far, "run"))
+    tag = put_tag(far, "run", term=term, name="good", step=5)
+    name = f"{log_key('run', tag.index)}/zarr.json"
+    text = objects.get(name)
+    objects.put(name, [text.replace(b"good", b"gold")])
+    fresh = ZarrTier(objects)
+    with pytest.raises(TierDamagedError, match="what they keep is not known") as caught:
+        put_floor(fresh, "run", term=term, terms=(term,), step=9, kept=())
+    assert "fsck --repair" in caught.value.hint
+    objects.put(name, [text])
+    assert put_floor(ZarrTier(objects), "run", term=term, terms=(term,), step=9, kept=()) is None
 
 
 def test_floors_and_tags_that_come_at_once() -> None:

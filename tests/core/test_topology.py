@@ -295,5 +295,9 @@ def test_copies_that_differ_are_refused():
     need = Need(rank=0, ranks=1, layout=layout_of(toys[0], pieces(whole, 0, 1)))
     with pytest.raises(ModelMismatchError, match="is not the same on all ranks that wrote"):
         restore_state([*nears, far], "run", need=need)
-    own = Need(rank=0, ranks=3, layout=toys[0].layout)
+    for ranks in (1, 3):  # also where the rank had it: what the others had would be nobody's
+        own = Need(rank=0, ranks=ranks, layout=toys[0].layout)
+        with pytest.raises(ModelMismatchError, match="is not the same on all ranks that wrote"):
+            restore_state([*nears, far], "run", need=own)
+    own = Need(rank=0, ranks=2, layout=toys[0].layout)
     assert_right(restore_state([*nears, far], "run", need=own), toys[:1])

@@ -15,15 +15,16 @@ from typing import Any
 import pytest
 import torch
 
-from adacheck_store.format.errors import NotProvableError
+from adacheck_store.format.errors import NotProvableError, TierUnavailableError
 from adacheck_store.format.keys import parse_key
 from adacheck_store.policy import Retention
 from adacheck_store.restore import Restored, restore_state
-from adacheck_store.retention import FloorChoice, raise_floor
+from adacheck_store.retention import FloorChoice, plan_floor, raise_floor
 from adacheck_store.store import open_for_reading, open_store
 from adacheck_store.terms import claim_term, put_floor
 from adacheck_store.tiers import failpoints
 from adacheck_store.tiers.base import Tier
+from adacheck_store.tiers.object_local import LocalObjects
 from adacheck_store.tools.gc import gc
 from tests.tools.stores import RUN, cli, cli_json, findings, keys_of, train, tree_digest
 
@@ -368,3 +369,26 @@ def test_a_tag_of_a_step_that_only_the_near_tier_has(tmp_path: Path) -> None:
         state = restore_state([opened.far], RUN, step=19)
     assert state.step == 19
     assert toy.step == 20
+
+
+@pytest.mark.parametrize("what", ["/c/", "zarr.json"])
+def test_a_base_that_could_not_be_read_is_not_damaged(
+    store: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """No floor is chosen while a tier does not answer for it: the base may be whole."""
+    real = LocalObjects.get
+
+    def get(self: LocalObjects, name: str, *more: Any) -> bytes:
+        if "/base/000000000016-" in name and what in name:
+            raise TierUnavailableError("does not answer")
+        return real(self, name, *more)
+
+    monkeypatch.setattr(LocalObjects, "get", get)
+    rules = Retention(last=2, every=16)
+    with open_store(str(store), write=True) as opened, pytest.raises(TierUnavailableError):
+        plan_floor(opened.far, RUN, 2, cap=None, retention=rules)
+    monkeypatch.setattr(LocalObjects, "get", real)
+    with open_store(str(store), write=True) as opened:
+        choice = plan_floor(opened.far, RUN, 2, cap=None, retention=rules)
+    assert choice is not None
+    assert list(choice.kept) == [0, 16]
