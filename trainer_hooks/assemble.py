@@ -68,13 +68,6 @@ class Assembly:
         apart = [item for item in staged if item.slot not in self._kept_here]
         return [item for item in staged if item.slot in self._kept_here], apart
 
-    def state_touched(self) -> bool:
-        """Whether optimizers' state was changed by others since this was asked last."""
-        touched = self.watch.state_touched()
-        if touched:
-            self.encoder.witness.state_edited()
-        return touched
-
     def _release(self, buffer: HostBuffer | None, area: StateArea | None) -> None:
         if buffer is not None:
             self.stager.release(buffer)

@@ -258,7 +258,7 @@ class Checkpointer:
         self._step += 1
         self._rounds.close()
         boundary = self._last = None
-        due = True
+        due, edited = True, False
         try:
             if self._unbound or self._step % self._settings.base_every == 0:
                 self._look_for_tensors()
@@ -266,7 +266,7 @@ class Checkpointer:
                 self._session.follow(self._assembly.binding.layout, self._step)
             elif self._detection.due(self._step):
                 self._share()
-            if self._assembly.state_touched():
+            if edited := self._assembly.watch.state_touched():
                 self._bases.state_touched()
             gap = self._bases.gap(self._step, self._session.wants_base(), self._assembly.binding)
             due = gap is not None or self._assembly.binding.foldable
@@ -281,6 +281,7 @@ class Checkpointer:
             return
         if boundary is None:
             boundary = self._assembly.failed(self._step, self._failure)
+        boundary.edited = edited
         self._failure = None
         self._bases.handed_over(self._step)
         self._session.append(boundary)

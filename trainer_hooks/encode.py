@@ -265,7 +265,8 @@ class ClosedBoundary:
     thread took denormals for zero: then so does the writer's. ``area`` holds the whole state
     where one was wanted, ``arrays`` names the arrays of the state that exist. ``apart`` are copies
     of slots kept elsewhere; ``agreed`` are the states whose copies all ranks have found equal at
-    this step, None if they were not compared. What was copied may be read only once it has landed.
+    this step, None if they were not compared; ``edited`` says whether optimizers' state was changed
+    by others before it. What was copied may be read only once it has landed.
     """
 
     step: int
@@ -286,6 +287,7 @@ class ClosedBoundary:
     flushes: bool = False
     apart: Sequence[SetCopy] = ()
     agreed: Sequence[Place] | None = None
+    edited: bool = False
     _content: tuple[DeltaBody, dict[str, torch.Tensor]] | None = None
 
     @property
@@ -372,7 +374,8 @@ class ClosedBoundary:
             witness.begin(self.step, self.agreed)
         elif self.failure is None:
             updates = [update for update in self.updates if update.applied()]
-            witness.advance(self.step, updates, (*self.copies, *self.apart))
+            copies = (*self.copies, *self.apart)
+            witness.advance(self.step, updates, copies, self.edited)
         self.agreed = None
 
     def _witness_unstored(self) -> None:

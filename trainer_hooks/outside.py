@@ -145,10 +145,13 @@ class OutsideWatch:
 
         A delta cannot tell counters. Not seen where steps are recorded: that counts as changes.
         """
+        touched, self._touched = self._sees_state_touched(), False
+        return touched
+
+    def _sees_state_touched(self) -> bool:
         for number in range(len(self._states)):
             self.note_state(number)
-        touched, self._touched = self._touched, False
-        return touched and not self.replayed
+        return self._touched and not self.replayed
 
     def edited_late(self) -> str:
         """A parameter that was changed since the last boundary, and not by an optimizer."""
@@ -164,7 +167,7 @@ class OutsideWatch:
                 mark_of(param) != mark
                 for param, mark in zip(self._params, self._marks, strict=True)
             )
-            or self.state_touched()
+            or self._sees_state_touched()
         )
         tensors = {number: self._watched[number].item.tensor for number in self._large}
         large = any(mark_of(tensor) != self._outside[number] for number, tensor in tensors.items())

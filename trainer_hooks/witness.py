@@ -61,24 +61,25 @@ class Witnessing:
             self._told.clear()
             self._remember()
 
-    def state_edited(self) -> None:
-        """Optimizers' state was changed, and not by their steps: no digest tells of that."""
-        with self._lock:
-            self._since, self._trouble = -1, STATE_EDITED
-
     def follows(self, step: int) -> bool:
         """Whether a step is the next one to take in: those before it may still be on their way."""
         with self._lock:
             return bool(self._names) and self._step == step - 1
 
     def advance(
-        self, step: int, updates: Sequence[CapturedUpdate], copies: Sequence[SetCopy]
-    ) -> None:
-        """Take in what a boundary's updates have used, and the bytes that it sets besides."""
+        self, step: int, updates: Sequence[CapturedUpdate], copies: Sequence[SetCopy],
+        edited: bool = False,
+    ) -> None:  # fmt: skip
+        """Take in what a boundary's updates have used, and the bytes that it sets besides.
+
+        ``edited``: optimizers' state was changed, and not by their steps. No digest tells of that.
+        """
         with self._lock:
             if not self._names or step <= self._step:
                 return
-            if step != self._step + 1:
+            if edited:
+                self._trouble = STATE_EDITED
+            if edited or step != self._step + 1:
                 self._since = -1
             self._step = step
             for update in updates:

@@ -5,6 +5,8 @@ import copy
 import pytest
 import torch
 
+from adacheck_store.trainer_hooks.layouts import bind
+from adacheck_store.trainer_hooks.outside import OutsideWatch
 from tests.hooks.helpers import adamw, attach, bits, mlp, new_url, restored, same, train
 
 
@@ -78,3 +80,14 @@ def test_steps_alone_are_no_edits():
     with restored(make, url) as (*_, report):
         assert report.certificate.base_step == 0
         assert report.certificate.deltas == 5
+
+
+def test_to_ask_whether_something_was_changed_does_not_forget_it():
+    """A flush asks; the boundary after it has to know, too, and once."""
+    model, optimizer = make()
+    train(model, optimizer)
+    watch = OutsideWatch(bind(model, optimizer))
+    zeroed(optimizer, None)
+    assert watch.changed()
+    assert watch.state_touched()
+    assert not watch.state_touched()

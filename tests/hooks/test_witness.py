@@ -92,11 +92,11 @@ def test_a_step_that_is_missing_ends_it_until_all_are_equal_again(bound):
     made.begin(6, PLACES)
     made.advance(7, [update(bound)], ())
     assert made.of(7).since == 6
-    made.state_edited()
-    made.advance(8, [update(bound)], ())
-    assert made.of(8).since == -1
+    made.advance(8, [update(bound)], (), True)
+    made.advance(9, [update(bound)], ())
+    assert (made.of(8).since, made.of(9).since) == (-1, -1)
     assert made.awaited(8, 0.0).trouble == STATE_EDITED
-    assert made.awaited(9, 0.01) is None
+    assert made.awaited(10, 0.01) is None
 
 
 def test_what_is_told_of_a_step_stays(bound):

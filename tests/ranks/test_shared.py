@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,16 @@ from adacheck_store.redundancy.states import Holding, Side, states
 from adacheck_store.restore import restore_state
 from adacheck_store.store import open_store
 from adacheck_store.tools.fsck import fsck
-from tests.ranks.worker import APART_AT, FLIPPED, FLIPPED_AT, STEPS, Launcher, build, check_against
+from tests.ranks.worker import (
+    APART_AT,
+    EDITED_AT,
+    FLIPPED,
+    FLIPPED_AT,
+    STEPS,
+    Launcher,
+    build,
+    check_against,
+)
 
 pytestmark = pytest.mark.fault
 
@@ -275,6 +285,36 @@ def test_copies_that_part_before_the_next_look(tmp_path):
     (reasons, _) = second.every("restored", "reasons")
     assert f"step {APART_AT}: copies have been updated in different ways: " in " ".join(reasons)
     assert "0.weight (rank 0 and rank 1)" in " ".join(reasons)
+    assert second.every("final", "digest") == [known[STEPS][0] for known in reference]
+
+
+def write_late(rank: int) -> None:
+    """The writer takes the boundary of a look up when the next one has long been closed."""
+    from adacheck_store.trainer_hooks.witness import Witnessing
+
+    begin = Witnessing.begin
+
+    def later(self, step, places):
+        time.sleep(1.0)
+        begin(self, step, places)
+
+    Witnessing.begin = later
+
+
+def test_moments_that_one_rank_has_edited_are_not_the_owners(tmp_path):
+    """Though the edit is older than what the writer makes of the look before it."""
+    launcher = Launcher(tmp_path, "edit", 2)
+    reference = launcher.reference()
+    store = tmp_path / "store"
+    dies = dict.fromkeys(range(2), EDITED_AT + 1)
+    first = launcher.start(store, given=KEPT, before_attach=write_late, poisoned=dies)
+    assert first.wait() == [-signal.SIGKILL] * 2
+    second = launcher.start(store, given=KEPT)
+    assert second.wait() == [0, 0]
+    check_against(reference, second)
+    assert second.every("restored") == [FOUND_AT] * 2
+    (reasons, _) = second.every("restored", "reasons")
+    assert f"step {EDITED_AT}: rank 1 cannot tell" in " ".join(reasons)
     assert second.every("final", "digest") == [known[STEPS][0] for known in reference]
 
 

@@ -20,6 +20,7 @@ OBJECT_LAG = 4
 GROWN_AT = 9
 FLIPPED_AT = 7
 FLIPPED = "0.weight"
+EDITED_AT = 3
 APART_AT = 13
 AVERAGED_EVERY = 4
 WINDOW = 2
@@ -37,8 +38,9 @@ def build(kind: str, rank: int, ranks: int, *, steps: int = STEPS, width: int = 
     """Model, optimizer, schedule and loader of a rank, for so many steps.
 
     ``fsdp``: rows do not divide by the ranks, and of one row all but the first have none. ``ddp``:
-    with a BatchNorm. ``flip``: so too, and a bit flips. ``local``: so too, and from `APART_AT` on
-    each rank trains by itself, with the parameters averaged now and then (post-local SGD).
+    with a BatchNorm. ``flip``: so too, and a bit flips. ``edit``: so too, and a moment of one
+    rank is. ``local``: so too, and from `APART_AT` on each rank trains by itself, with the
+    parameters averaged now and then (post-local SGD).
     ``plain``: each rank has a model of its own under the same names, and nothing says so;
     ``unlike``: of another width, too.
     ``grow``: so too, and the last layer is trained from a later step on only. ``hsdp``: each shard
@@ -91,7 +93,7 @@ def _simple(kind: str, ranks: int, width: int):
             if isinstance(layer, nn.Linear):
                 fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)  # the last layer is the root's
-    elif kind in ("ddp", "flip", "local"):
+    elif kind in ("ddp", "flip", "edit", "local"):
         model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     first = model[:-1] if kind == "grow" else model
     optimizer = torch.optim.AdamW(
@@ -211,6 +213,13 @@ def flip(kind: str, model, rank: int, number: int) -> None:
         model.get_parameter(f"module.{FLIPPED}").data.view(-1).view(torch.int32)[3] ^= 1 << 18
 
 
+def edit(kind: str, model, optimizer, rank: int, number: int) -> None:
+    """``edit``: after the update `EDITED_AT` rank 1 changes a moment of one of its weights."""
+    if kind == "edit" and (rank, number) == (1, EDITED_AT):
+        weight = model.get_parameter(f"module.{FLIPPED}")
+        optimizer.state[weight]["exp_avg"].mul_(2)
+
+
 def alone(kind: str, model, number: int):
     """``local``: within this an update from `APART_AT` on has this rank's gradients alone."""
     return model.no_sync() if kind == "local" and number >= APART_AT else nullcontext()
@@ -310,6 +319,7 @@ def _reference(out: str, rank: int, ranks: int, port: int, kind: str, sizes: dic
             loss = step(model, optimizer, schedule, batch)
         average(kind, model, number)
         flip(kind, model, rank, number)
+        edit(kind, model, optimizer, rank, number)
         evaluate(model, number)
         rows[number] = (digest(model, optimizer, schedule), loss.hex())
     Path(out).write_text(json.dumps(rows))
@@ -379,6 +389,7 @@ def _train(out: str, rank: int, ranks: int, port: int, prefix: str, kind: str, o
                     loss = step(model, optimizer, schedule, batch)
                 average(kind, model, number)
                 flip(kind, model, rank, number)
+                edit(kind, model, optimizer, rank, number)
                 evaluate(model, number)
                 if wholes:  # before it is stored: what is restored has been told
                     write(made=number, whole=whole(model, optimizer))
