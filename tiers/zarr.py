@@ -224,7 +224,7 @@ class ZarrTier(Tier):
 
     def _read_from_packs(self, key: Key, array: str, first: int, count: int) -> bytes:
         trouble: RecordNotFoundError | TruncatedError | None = None
-        for pack in self._shelf.find(key):
+        for pack in self._shelf.find(key, known=True):
             sealed = pack.head(key.step)
             start, stop = span(check_range(sealed, array, first, count), first, count)
             at = pack.records[key.step].offset + array_offsets(sealed)[array]

@@ -209,16 +209,18 @@ class PackShelf:
                 self._packs_bytes -= dropped.document_bytes
         return pack
 
-    def find(self, key: Key) -> list[Pack]:
+    def find(self, key: Key, *, known: bool = False) -> list[Pack]:
         """The packs that hold a record under one id; at least one.
 
-        Raises `ForkError` if packs disagree about its id, and where no pack's word for it
-        verifies the first error met.
+        Of a record that is ``known``, its head having been read, any listing does: a restore
+        reads for longer than one lasts. Raises `ForkError` if packs disagree about its id, and
+        where no pack's word for it verifies the first error met.
         """
         place, fresh = place_of(key), False
         while True:
             try:
-                return self._find(key, self.listing(place, fresh=fresh))
+                listing = self._listings.get(place) if known and not fresh else None
+                return self._find(key, listing or self.listing(place, fresh=fresh))
             except RecordNotFoundError:
                 if fresh:
                     raise
