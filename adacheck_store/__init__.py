@@ -13,15 +13,19 @@ if TYPE_CHECKING:
     from adacheck_store.policy import Retention
     from adacheck_store.trainer_hooks.attach import attach
     from adacheck_store.trainer_hooks.dcp import DcpReader
+    from adacheck_store.trainer_hooks.dcp_writer import DcpWriter
 
 __version__ = "0.1.0"
 
-__all__ = ["Agents", "DcpReader", "Retention", "__version__", "attach", "register_optimizer"]
+__all__ = [
+    "Agents", "DcpReader", "DcpWriter", "Retention", "__version__", "attach", "register_optimizer",
+]  # fmt: skip
 
 # Public name -> the module that defines it.
 _LAZY = {
     "Agents": "adacheck_store.agent.crew",
     "DcpReader": "adacheck_store.trainer_hooks.dcp",
+    "DcpWriter": "adacheck_store.trainer_hooks.dcp_writer",
     "Retention": "adacheck_store.policy",
     "attach": "adacheck_store.trainer_hooks.attach",
     "register_optimizer": "adacheck_store.optimizer_kit",

@@ -263,6 +263,17 @@ def lmdb_name(node: str) -> str:
     return "lmdb" if node == node_name() else f"lmdb:{node}"
 
 
+def open_for_saving(url: str, cache: str | os.PathLike[str] | None = None) -> Store:
+    """Open a store to put records into its far tier, which is made if absent; LMDBs are read."""
+    if url.startswith("memory://"):
+        return open_store(url, write=True)
+    try:
+        locate(url).make()
+    except AdaCheckError as error:
+        raise error.at(path=url) from error.__cause__
+    return open_for_reading(url, cache)
+
+
 def open_for_reading(url: str, cache: str | os.PathLike[str] | None = None) -> Store:
     """Open a store read-only; claims nothing."""
     try:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import os
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,7 +33,7 @@ from adacheck_store.fold import Fold
 from adacheck_store.format.errors import OrderError, RestoreError
 from adacheck_store.format.layout import Layout, Section, Slice
 from adacheck_store.group import Group
-from adacheck_store.reading import open_fold, open_layouts
+from adacheck_store.reading import open_fold, open_layouts, read_extra
 from adacheck_store.recovery import RestorePlan
 from adacheck_store.regions import Box, regions_of
 from adacheck_store.reshard import names_of
@@ -41,9 +41,18 @@ from adacheck_store.state import PartState
 from adacheck_store.store import open_for_reading
 from adacheck_store.topology import Need, put_together
 
+from .extras import thaw
 from .ranks import find_group
 
 GROUPS = "param_groups"
+
+OTHERS = "dcp"
+"""Name in an extra of what a save had besides model and optimizer: by key (see `dcp_writer`)."""
+
+
+def under(*keys: str) -> str:
+    """What keys in a state begin with; an empty key is none: then the state is the model's."""
+    return "".join(f"{key}." for key in keys if key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +67,15 @@ class _Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Opened:
-    """A step: its plan, the layouts of its parts, and what is known of it from heads alone."""
+    """A step: its plan, the layouts of its parts, and what is known of it from heads alone.
+
+    ``values`` are, by key, what is small: parameter groups, and what else a save has kept.
+    """
 
     plan: RestorePlan
     layouts: Mapping[str, Layout]
     tensors: Mapping[str, _Tensor]
-    groups: list[dict[str, Any]]
+    values: Mapping[str, Any]
 
 
 class DcpReader(StorageReader):
@@ -71,8 +83,9 @@ class DcpReader(StorageReader):
 
     The newest provable step, or ``step``: the same on all ranks of torch.distributed, or of
     ``group``. ``model`` and ``optimizer`` are the keys in the state under which the two are; the
-    state has what `get_state_dict` of torch gives, or a part of that. After a load ``step`` says
-    which one it was. Of what else a run keeps (generators, loader, schedulers) nothing is read.
+    state has what `get_state_dict` of torch gives, or a part of that; of a step that `DcpWriter`
+    made also what else was saved. After a load ``step`` says which one it was. Of what else a
+    training keeps (generators, loader, schedulers) nothing is read.
 
     Raises `RestoreError` and `NotProvableError` as a restore does; a block that no tier has right
     is an error too: then name an older step. Use one reader for one load.
@@ -102,17 +115,18 @@ class DcpReader(StorageReader):
         done = carry_out(self._store.tiers, self._run, self._open, step=self.step,
                          group=self._group)  # fmt: skip
         self._opened, self.step = done.result, done.plan.step
-        found: dict[str, Any] = {f"{self._optimizer}.{GROUPS}": BytesStorageMetadata()}
+        found: dict[str, Any] = {
+            key: _metadata(value.dtype, value.shape) if isinstance(value, torch.Tensor)
+            else BytesStorageMetadata()
+            for key, value in self._opened.values.items()
+        }  # fmt: skip
         for name, tensor in self._opened.tensors.items():
             for key, role in self._keys(name, tensor).items():
                 counter = role in tensor.counters
                 dtype = tensor.counters[role].dtype if counter else None
                 dtype = dtype or torch_dtype(tensor.section.dtypes[role])
                 size = torch.Size(() if counter else tensor.piece.shape)
-                chunk = ChunkStorageMetadata(offsets=torch.Size([0] * len(size)), sizes=size)
-                found[key] = TensorStorageMetadata(
-                    properties=TensorProperties(dtype=dtype), size=size, chunks=[chunk]
-                )
+                found[key] = _metadata(dtype, size)
         return Metadata(state_dict_metadata=found)
 
     def _open(self, fetcher: Fetcher, plan: RestorePlan) -> _Opened:
@@ -140,14 +154,23 @@ class DcpReader(StorageReader):
                 name for name, each in tensors.items()
                 if each.section.optimizer >= 0 and each.piece.group == number
             ]  # fmt: skip
-        return _Opened(plan, layouts, tensors, groups)
+        values = _others(fetcher, plan) | self._group_values(groups)
+        return _Opened(plan, layouts, tensors, values)
+
+    def _group_values(self, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Parameter groups by key: torch asks for each of their numbers, before 2.4 for all."""
+        key = under(self._optimizer) + GROUPS
+        return {key: groups} | {
+            f"{key}.{number}.{name}": value
+            for number, group in enumerate(groups) for name, value in group.items()
+        }  # fmt: skip
 
     def _keys(self, name: str, tensor: _Tensor) -> dict[str, str]:
         """Key in the state -> role or counter."""
         main = tensor.section.main_role
-        keys = {f"{self._model}.{each}": main for each in names_of(tensor.piece)}
+        keys = {under(self._model) + each: main for each in names_of(tensor.piece)}
         state = (*tensor.section.state_roles, *tensor.counters) if tensor.present else ()
-        return keys | {f"{self._optimizer}.state.{name}.{role}": role for role in state}
+        return keys | {under(self._optimizer, "state", name) + role: role for role in state}
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
@@ -171,7 +194,12 @@ class DcpReader(StorageReader):
             for name, tensor in self._opened.tensors.items()
             for key, role in self._keys(name, tensor).items()
         }
-        tensors = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
+        tensors = []
+        for item in plan.items:
+            if item.storage_index.fqn in self._opened.values:
+                _give(item, planner, self._opened.values[item.storage_index.fqn])
+            else:
+                tensors.append(item)
         boxes: dict[str, set[Box]] = defaultdict(set)
         stateful = set[str]()
         for item in tensors:
@@ -193,12 +221,6 @@ class DcpReader(StorageReader):
                 array = state.arrays[f"{made}/{role}"]
                 target.copy_(array.as_strided(region.sizes, region.strides, region.base))
             planner.commit_tensor(item, target)
-        for item in plan.items:
-            if item.type == LoadItemType.BYTE_IO:
-                data = io.BytesIO()
-                torch.save(self._opened.groups, data)  # torch's planner takes bytes of this kind
-                data.seek(0)
-                planner.load_bytes(item, data)
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -226,6 +248,38 @@ class DcpReader(StorageReader):
             for each in made.layout.sections for piece in each.slices
         }  # fmt: skip
         return made, cut
+
+
+def _metadata(dtype: torch.dtype, size: Sequence[int]) -> TensorStorageMetadata:
+    """A whole tensor, in one chunk."""
+    sizes = torch.Size(size)
+    chunk = ChunkStorageMetadata(offsets=torch.Size([0] * len(sizes)), sizes=sizes)
+    return TensorStorageMetadata(
+        properties=TensorProperties(dtype=dtype), size=sizes, chunks=[chunk]
+    )
+
+
+def _give(item: ReadItem, planner: LoadPlanner, value: Any) -> None:
+    """Hand a small value over, as the planner takes it."""
+    if item.type == LoadItemType.BYTE_IO:
+        data = io.BytesIO()
+        torch.save(value, data)
+        data.seek(0)
+        planner.load_bytes(item, data)
+        return
+    target = planner.resolve_tensor(item).detach()
+    for dim, (start, size) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+        value = value.narrow(dim, start, size)
+    target.copy_(value)
+    planner.commit_tensor(item, target)
+
+
+def _others(fetcher: Fetcher, plan: RestorePlan) -> dict[str, Any]:
+    """What a save had besides model and optimizer, from all ranks; of a training's step nothing."""
+    found: dict[str, Any] = {}
+    for refs in plan.extras.values() if "saved" in plan.manifest.settings else ():
+        found |= thaw(read_extra(fetcher, refs).get(OTHERS, {}))
+    return found
 
 
 class _Nothing:

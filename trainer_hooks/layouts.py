@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from adacheck_store.arrays import dtype_name
+from adacheck_store.foreign import LEFTOVERS
 from adacheck_store.format.errors import ModelMismatchError, UnsupportedError
 from adacheck_store.format.layout import Layout, Section, Slice, align
 from adacheck_store.group import SOLO, Group
@@ -20,9 +21,6 @@ from .names import Model, NamedTensor, named_tensors
 from .shards import is_sharded, local, piece_of
 
 MISMATCHES_SHOWN = 20
-
-LEFTOVERS = ("max_exp_avg_sq", "momentum_buffer")
-"""State that amsgrad or momentum leaves behind when it is switched off."""
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
@@ -366,7 +364,6 @@ def _differences(slot: Slot, section: Section, piece: Slice) -> list[str]:
     pairs: list[tuple[str, Any, Any]] = [
         ("shape", list(piece.shape), list(mine.shape)),
         ("dtype", section.roles[0][1], slot.section.roles[0][1]),
-        ("kind", section.main_role, slot.section.main_role),
         ("trained", section.optimizer >= 0, slot.section.optimizer >= 0),
         ("group", _owner(section, piece), _owner(slot.section, mine)),
         (

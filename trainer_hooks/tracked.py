@@ -133,9 +133,14 @@ class Tracked:
         }
 
     def check(self, trees: Mapping[str, Any]) -> None:
-        """Raise `ModelMismatchError` if other objects are tracked than in the chain."""
+        """Raise `ModelMismatchError` if other objects are tracked than in the chain.
+
+        A step that was saved from outside a training (see `saving`) knows of none.
+        """
         for what, mine in (("tracked", self._objects), ("modules", self._modules)):
-            theirs = sorted(trees.get(what, {}))
+            if what not in trees:
+                continue
+            theirs = sorted(trees[what])
             if theirs != sorted(mine):
                 noun = "objects tracked" if what == "tracked" else "modules with an extra state"
                 raise ModelMismatchError(
@@ -145,6 +150,11 @@ class Tracked:
 
     def load(self, trees: Mapping[str, Any]) -> None:
         """Give every object and module its state back."""
+        if "tracked" not in trees:
+            left = sorted((*self._objects, *self._modules))
+            if left:
+                log.warning("this step has no state of %s: left as it is", ", ".join(left))
+            return
         for path, module in self._modules.items():
             module.set_extra_state(thaw(trees["modules"][path]))
         for name, value in self._objects.items():
