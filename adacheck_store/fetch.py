@@ -157,6 +157,10 @@ class _Block:
             return self._data
 
 
+def _fresh(nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8)
+
+
 @dataclass(frozen=True, slots=True)
 class Want:
     """Bytes ``begin..end`` of a record's array that are to be read, by any thread.
@@ -171,9 +175,12 @@ class Want:
     end: int
     edges: Mapping[int, _Block]
 
-    def elements(self) -> torch.Tensor:
-        """The elements, flat, in the array's dtype; to be read, not written."""
-        out = torch.empty(self.end - self.begin, dtype=torch.uint8)
+    def elements(self, memory: Callable[[int], torch.Tensor] = _fresh) -> torch.Tensor:
+        """The elements, flat, in the array's dtype; to be read, not written.
+
+        ``memory`` gives so many bytes, as a flat tensor of bytes.
+        """
+        out = memory(self.end - self.begin)
         self.into(out)
         return out.view(torch_dtype(self.info.dtype))
 

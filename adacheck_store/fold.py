@@ -37,7 +37,7 @@ from .engines import Piece, StepEngine
 from .fetch import ArrayReader, Want, lost_if_malformed, refused
 from .fingerprint import block_sum
 from .optimizers import check_groups, folds_alike, spec_named
-from .windows import Run, Updates, Window, decode, idle_pieces, pieces_of, runs_of
+from .windows import Run, Spare, Updates, Window, decode, idle_pieces, pieces_of, runs_of
 
 WINDOW_BYTES = 4 << 20
 """Bytes of the narrowest role in a window: whole blocks of every role."""
@@ -123,6 +123,7 @@ class Fold:
         }
         self._last_match: dict[tuple[str, int], int] = {}
         self._scalars: dict[tuple[str, int], dict[str, Any]] = {}
+        self._spare = Spare()
         self.base_step = base.head.step or 0
 
     def _same_arithmetic(self) -> bool:
@@ -237,12 +238,13 @@ class Fold:
                     continue
                 grads = delta.grads[number]
                 stepping = [p for p in window.pieces if (window.section.name, p.slice) in grads]
-                runs = [
-                    Run(grad, pieces, reader.start(delta.reader.want(name, begin, end).elements))
-                    for grad, pieces, name, begin, end in runs_of(
-                        window.section, number, grads, stepping
-                    )
-                ]  # fmt: skip
+                runs = []
+                for grad, pieces, name, begin, end in runs_of(
+                    window.section, number, grads, stepping
+                ):
+                    want = delta.reader.want(name, begin, end)
+                    kept = reader.start(want.elements, self._spare.take)
+                    runs.append(Run(grad, pieces, kept))
                 updates.append((number, stepping, runs))
             window.updates.append(updates)
 
@@ -285,6 +287,8 @@ class Fold:
             with refused(delta.reader):
                 engine.apply(stepping, groups)
                 _refuse_new_state(stepping)
+            for run in runs:
+                self._spare.give(run.kept.result().view(torch.uint8))
 
     def _apply_sets(
         self, section: Section, delta: Delta, start: int, stop: int,

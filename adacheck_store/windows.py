@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -25,6 +26,33 @@ class Run:
     grad: Grad
     pieces: Sequence[Piece]
     kept: Future[torch.Tensor]
+
+
+class Spare:
+    """Memory for gradients, used again window after window: fresh pages cost more than filling it.
+
+    What is free is of one size, that of full windows; another size lets it go. So there is never
+    more than was in use at once. Any thread may call.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._free: list[torch.Tensor] = []
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """So many bytes, flat, with anything in them."""
+        with self._lock:
+            if self._free and self._free[-1].numel() == nbytes:
+                return self._free.pop()
+            self._free.clear()
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def give(self, memory: torch.Tensor) -> None:
+        """Take back what nobody reads any more."""
+        with self._lock:
+            if self._free and self._free[-1].numel() != memory.numel():
+                self._free.clear()
+            self._free.append(memory)
 
 
 Updates = list[tuple[int, Sequence[Piece], Sequence[Run]]]

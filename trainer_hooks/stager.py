@@ -17,6 +17,7 @@ from adacheck_store.format.errors import TierBusyError
 from adacheck_store.format.layout import Section
 
 from .copies import Landing, remote
+from .fresh import zeros
 from .layouts import Binding, Slot
 
 SMALL_BYTES = 256 << 10
@@ -98,11 +99,6 @@ class HostBuffer(Landing):
         while len(areas) <= number:
             areas.append(GradArea(self._binding, optimizer, self._policy, self.pinned))
         return areas[number]
-
-
-def zeros(elements: int, dtype: torch.dtype, pinned: bool) -> torch.Tensor:
-    """Zeroed and touched, so that no page fault is left for the training thread."""
-    return torch.zeros(elements, dtype=dtype, pin_memory=pinned).fill_(0)
 
 
 def shaped(flat: torch.Tensor, offset: int, shape: Sequence[int]) -> torch.Tensor:

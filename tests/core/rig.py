@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from adacheck_store import fold as fold_module
+from adacheck_store.ahead import NOW, Now
 from adacheck_store.arrays import byte_view, dtype_name, scalar_of
 from adacheck_store.catalog import RecordRef, make_ref
 from adacheck_store.fetch import ArrayReader, Fetcher
@@ -310,13 +311,15 @@ class Rig:
 
     # Folding ---------------------------------------------------------------------------------
 
-    def fold(self, base: RecordRef, deltas: list[RecordRef]) -> tuple[Fold, StateSink]:
+    def fold(
+        self, base: RecordRef, deltas: list[RecordRef], reader: Now = NOW
+    ) -> tuple[Fold, StateSink]:
         """Fold deltas into a base, into memory."""
         fetcher = Fetcher([self.tier])
         fold = Fold(self.layout, ArrayReader(fetcher, base),
                     [ArrayReader(fetcher, ref) for ref in deltas])  # fmt: skip
         sink = StateSink()
-        fold.run(sink)
+        fold.run(sink, reader)
         return fold, sink
 
     def assert_same(self, fold: Fold, sink: StateSink) -> None:

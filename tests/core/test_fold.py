@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from adacheck_store import fold as fold_module
+from adacheck_store.ahead import Ahead
 from adacheck_store.compact import ReplayedBase
 from adacheck_store.engines import StepEngine
 from adacheck_store.fetch import Fetcher
@@ -15,6 +17,7 @@ from adacheck_store.format.errors import NotProvableError, ReplayMismatchError
 from adacheck_store.format.ids import block_count
 from adacheck_store.recovery import PartPlan
 from adacheck_store.restore import restore_state
+from adacheck_store.windows import Spare
 from tests.core.rig import PART, RUN, TERM, Rig, small_blocks
 
 ADAM, ADAMW, SGD = torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD
@@ -169,6 +172,51 @@ def test_each_encoding_alone(encoding: str, monkeypatch: pytest.MonkeyPatch) -> 
     for absent in (0.0, 0.4):
         rig = Rig(SHAPES, make(ADAMW, {"fused": True}), encodings=(encoding,), absent=absent)
         check(rig, 20)
+
+
+@pytest.mark.parametrize("encoding", ["bf16", "scaled"])
+def test_what_is_read_ahead_is_not_written_over(
+    encoding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory of gradients that is free to be used again is spoilt before each update."""
+    small_blocks(monkeypatch)
+    rig = Rig(SHAPES, make(ADAMW, {"fused": True}), encodings=(encoding,), absent=0.3)
+    base = rig.put_base()
+    deltas = [rig.train() for _ in range(5)]
+    spares: list[Spare] = []
+    plain, used = StepEngine.apply, []
+
+    class Seen(Spare):
+        def __init__(self) -> None:
+            super().__init__()
+            spares.append(self)
+
+    def spoil(self: StepEngine, pieces: Any, groups: Any) -> None:
+        free = [memory.fill_(0xFF) for spare in spares for memory in spare._free]
+        used.append(len(free))
+        plain(self, pieces, groups)
+
+    monkeypatch.setattr(fold_module, "Spare", Seen)
+    monkeypatch.setattr(StepEngine, "apply", spoil)
+    with Ahead(3) as reader:
+        fold, sink = rig.fold(base, deltas, reader)
+    rig.assert_same(fold, sink)
+    assert max(used) > 0
+
+
+def test_spare_memory_is_of_one_size() -> None:
+    """What is free is given again; another size lets it go."""
+    spare = Spare()
+    one, other = spare.take(100), spare.take(100)
+    spare.give(one)
+    assert spare.take(100) is one
+    spare.give(one)
+    spare.give(other)
+    assert spare.take(60).numel() == 60
+    assert all(spare.take(100) is not each for each in (one, other))
+    spare.give(one)
+    spare.give(torch.empty(60, dtype=torch.uint8))
+    assert spare.take(100) is not one
 
 
 def replay(rig: Rig, base: Any, deltas: list[Any]) -> Any:
