@@ -62,8 +62,15 @@ class Gaps:
         self.spans = tuple(merged)
 
     def __contains__(self, step: int) -> bool:
+        if not self.spans:
+            return False
         at = bisect_right(self.spans, (step, 1 << 62)) - 1
         return at >= 0 and step <= self.spans[at][1]
+
+
+def gaps_of(bases: Iterable[RecordRef], last: int | None) -> Gaps:
+    """What bases declare unprovable, as `Catalog.gaps` says it."""
+    return Gaps(span for span in _spans(bases) if last is None or span[1] <= last)
 
 
 def _spans(refs: Iterable[RecordRef]) -> Iterator[tuple[int, int]]:

@@ -60,6 +60,14 @@ class Proof:
     length: int = 0
     last: int = MAX_STEP
 
+    def origin(self) -> RecordRef:
+        """The base that it goes back to."""
+        proof: Proof = self
+        while proof.prior is not None:
+            proof = proof.prior
+        assert proof.base is not None
+        return proof.base
+
     def records(self) -> tuple[RecordRef, tuple[RecordRef, ...]]:
         """The base, and the deltas to fold into it in order."""
         deltas: list[RecordRef] = []
@@ -113,7 +121,8 @@ def prove_steps(
     ``proven`` holds what is known before: the `opening`, and steps below ``since``. A base
     replayed within a gap was folded through what the gap disowns.
     """
-    for step in sorted(s for s in {*bases, *deltas} if s >= since and segment.covers(s)):
+    first, last = max(since, segment.first), MAX_STEP if segment.last is None else segment.last
+    for step in sorted(step for step in {*bases, *deltas} if first <= step <= last):
         before = proven.get(step - 1, {})
         here = dict(proven.get(step, {}))
         for ref in () if step in blocked else deltas.get(step, ()):
@@ -123,21 +132,24 @@ def prove_steps(
                     ref.id, ref.layout, delta=ref, prior=prior, length=prior.length + 1,
                     last=prior.last,
                 )  # fmt: skip
-        for ref in sorted(bases.get(step, ()), key=lambda ref: _base_preference(manifests, ref)):
+        for ref in _by_preference(bases.get(step, ()), manifests):
             if ref.origin == "captured" or step not in blocked:
-                last = ref.since + BOUNDED_STEPS if ref.exactness == "bounded" else MAX_STEP
-                here[ref.parent] = Proof(ref.parent, ref.layout, base=ref, last=last)
+                serves = ref.since + BOUNDED_STEPS if ref.exactness == "bounded" else MAX_STEP
+                here[ref.parent] = Proof(ref.parent, ref.layout, base=ref, last=serves)
         if here:
             proven[step] = here
     return proven
 
 
-def _base_preference(
-    manifests: Mapping[str, Manifest], ref: RecordRef
-) -> tuple[bool, bool, int, str]:
+def _by_preference(
+    refs: Sequence[RecordRef], manifests: Mapping[str, Manifest]
+) -> Sequence[RecordRef]:
     """Later is better: its revision known, captured, more holders, then any fixed order."""
-    known = ref.manifest in manifests
-    return (known, ref.origin == "captured", len(ref.tiers), ref.key)
+
+    def rank(ref: RecordRef) -> tuple[bool, bool, int, str]:
+        return (ref.manifest in manifests, ref.origin == "captured", len(ref.tiers), ref.key)
+
+    return sorted(refs, key=rank) if len(refs) > 1 else refs
 
 
 def opening(segment: Segment, parent: Proofs, part: str) -> Proofs:
@@ -155,4 +167,6 @@ def opening(segment: Segment, parent: Proofs, part: str) -> Proofs:
 
 def sole(proofs: Mapping[str, Proof], segment: Segment) -> bool:
     """True if a step has one state: its proofs' links, but those that start anew, are one."""
+    if len(proofs) <= 1:
+        return True
     return len(proofs.keys() - {identity for identity, _ in segment.revisions}) <= 1

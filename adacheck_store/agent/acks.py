@@ -12,11 +12,11 @@ from .view import View
 
 
 class Acks:
-    """Syncs that wait, and what was put over each connection."""
+    """Syncs that are ``waiting``, and what was put over each connection."""
 
     def __init__(self) -> None:
         self._put: dict[str, tuple[str, dict[str, int]]] = {}
-        self._waiting: list[Sync] = []
+        self.waiting: list[Sync] = []
 
     def note(self, conn: str, refs: Iterable[RecordRef]) -> None:
         """Records of a term came over a trainer's connection."""
@@ -26,26 +26,24 @@ class Acks:
 
     def wait(self, sync: Sync) -> None:
         """A trainer waits."""
-        self._waiting.append(sync)
+        self.waiting.append(sync)
 
     def close(self, conn: str) -> None:
         """Nobody waits any more."""
         self._put.pop(conn, None)
-        self._waiting = [sync for sync in self._waiting if sync.conn != conn]
+        self.waiting = [sync for sync in self.waiting if sync.conn != conn]
 
     def settle(self, view: View, now: float) -> list[Command]:
         """Answers to those that need not wait longer."""
-        if not self._waiting:
-            return []
         said: list[Command] = []
         left: list[Sync] = []
-        for sync in self._waiting:
+        for sync in self.waiting:
             answer = self._answer(sync, view, now)
             if answer is None:
                 left.append(sync)
             else:
                 said.append(answer)
-        self._waiting = left
+        self.waiting = left
         return said
 
     def _answer(self, sync: Sync, view: View, now: float) -> Command | None:

@@ -8,6 +8,7 @@ nor a captured base that nothing could settle.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -105,7 +106,7 @@ class Share:
 
     def __init__(self, budget: Budget) -> None:
         self.budget = budget
-        self.accounts: dict[str, _Account] = {}
+        self.accounts: dict[str, _Account] = defaultdict(_Account)
 
     def reserve(self, chains: Mapping[str, tuple[int, int]], window: int) -> int:
         """Reserve for these chains and no others: the bytes of a base and of a delta (or extra).
@@ -130,7 +131,7 @@ class Share:
         for chain, (base, rest) in sizes.items():
             self.charge(chain, base, rest)
         bases = any(base for base, _ in sizes.values())
-        within = all(self._account(chain).within(bases) for chain in sizes)
+        within = all(self.accounts[chain].within(bases) for chain in sizes)
         if self.budget.missing(beside=not within) <= 0:
             return True
         self.give_back(sizes)
@@ -151,18 +152,12 @@ class Share:
 
     def charge(self, chain: str, base: int, rest: int) -> None:
         """Count bytes that are in use (negative: no longer), whatever is reserved."""
-        account = self._account(chain)
+        account = self.accounts[chain]
         account.used_base += base
         account.used_rest += rest
         self.budget.used += base + rest
 
     def _set(self, reserves: Mapping[str, tuple[int, int, int]]) -> None:
         for name in {*self.accounts, *reserves}:
-            account = self._account(name)
+            account = self.accounts[name]
             account.base, account.rest, account.one = reserves.get(name, (0, 0, 0))
-
-    def _account(self, chain: str) -> _Account:
-        found = self.accounts.get(chain)
-        if found is None:
-            found = self.accounts[chain] = _Account()
-        return found

@@ -77,7 +77,8 @@ class AgentCore:
         self._lmdb_full_until = 0.0
         self._pressed: set[str] = set()
         self._pruned = -1
-        self._swept: object = None
+        self._swept: tuple[tuple[str, int, bool], int] | None = None
+        self._fresh: set[str] = set()
         self._foldable = False
         self._bases = 0
         self._serial = 0
@@ -100,12 +101,15 @@ class AgentCore:
         out = list(self._handlers[type(event)](event, now))
         if view.opened is None:
             return out
-        view.freeze(self.lease.frozen(now))
+        frozen = self.lease.frozen(now)
+        view.freeze(frozen)
         view.advance(now)
-        out += self._sweep(now)
+        if not frozen:
+            out += self._sweep(now)
         if self._offers or self._pressed:
             out += self._admissions(now)
-        out += self.acks.settle(view, now)
+        if self.acks.waiting:
+            out += self.acks.settle(view, now)
         for peer in view.peers.values():
             if not peer.busy and (call := next_call(view, peer, now)) is not None:
                 out.append(call)
@@ -194,10 +198,10 @@ class AgentCore:
 
     def _must_fold_first(self, sizes: Mapping[str, tuple[int, int]], now: float) -> bool:
         """True if a base would take the room that the next fold needs, and there is no other."""
-        return not self._lmdb(now) and any(
-            part.name in sizes and sizes[part.name][0] and self._plan(part) is not None
-            for part in self.view.parts()
-        )
+        bases = [chain for chain, (base, _) in sizes.items() if base]
+        return bool(bases) and not self._lmdb(now) and any(
+            part.name in bases and self._plan(part) is not None for part in self.view.parts()
+        )  # fmt: skip
 
     def _lmdb(self, now: float) -> bool:
         return bool(self.settings.places & LMDB) and now >= self._lmdb_full_until
@@ -211,6 +215,7 @@ class AgentCore:
             if event.place == RAM and not replica.places.get(ref.key, 0) & RAM:
                 self._charge(ref, 1)
             replica.add(ref, event.place)
+            self._fresh.add(ref.part)
             if self.view.owns(ref.part):
                 self.drains.note(ref, replica.places[ref.key], now)
             if ref.kind == "base":
@@ -275,6 +280,7 @@ class AgentCore:
     def _lost(self, event: ev.Lost, now: float) -> Iterable[Command]:
         for replica in list(self.view.replicas.values()):
             self._forget(replica, [key for key in event.keys if key in replica.refs], event.place)
+            self._fresh.add(replica.name)
         return ()
 
     def _forget(self, replica: Replica, keys: list[str], place: int) -> None:
@@ -287,15 +293,19 @@ class AgentCore:
     # What the watermark frees ----------------------------------------------------------------
 
     def _sweep(self, now: float) -> Iterable[Command]:
-        """Drop and fold what the watermark allows, unless somebody plans a restore."""
+        """Drop and fold what the watermark allows; not while a restore is planned.
+
+        Where only bases have come, nothing can go but of what has come since the last sweep.
+        """
         view = self.view
-        state = (view.term, view.watermark, bool(self._pressed), self._bases)
-        if (state == self._swept and self._folding) or self.lease.frozen(now):
-            return
+        state = (view.term, view.watermark, bool(self._pressed)), self._bases
         if state != self._swept:
-            self._swept = state
-            for replica in list(view.replicas.values()):
+            alike = self._swept is not None and state[0] == self._swept[0] and not self._pressed
+            swept = self._fresh if alike else view.replicas.keys()
+            for replica in [found for name, found in view.replicas.items() if name in swept]:
                 yield from self._drop(replica)
+            self._swept = state
+            self._fresh.clear()
             if view.watermark > self._pruned and self.settings.places & LMDB:
                 self._pruned = view.watermark
                 yield ev.Prune(view.watermark)

@@ -6,7 +6,7 @@ A *chain* is a part (``p000001``) or a rank's extras (``r000001``), by name.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 Spans = tuple[tuple[int, int], ...]
 """Steps as inclusive ranges, ascending and disjoint."""
@@ -18,22 +18,25 @@ class Mark:
 
     ``spans`` are those steps along the line that ends in ``term``; ``tip`` is the id at the last
     of them (empty where the chain starts anew there). Steps up to ``settled`` can no longer be
-    disowned by a save that failed: the trainer has built on them.
+    disowned by a save that failed: the trainer has built on them. ``newest`` follows: the newest
+    step that can be produced, -1 if none.
     """
 
     term: str
     spans: Spans
     tip: str
     settled: int
+    newest: int = field(init=False, compare=False, repr=False)
 
-    @property
-    def newest(self) -> int:
-        """The newest step that can be produced, -1 if none."""
-        return self.spans[-1][1] if self.spans else -1
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "newest", self.spans[-1][1] if self.spans else -1)
 
     def covers(self, step: int) -> bool:
         """True if the step can be produced."""
-        return _last_within(self.spans, step) == step
+        for first, last in reversed(self.spans):
+            if first <= step:
+                return step <= last
+        return False
 
     def before(self, step: int) -> int:
         """The newest step below one that can be produced, -1 if none."""

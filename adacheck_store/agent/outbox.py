@@ -52,9 +52,10 @@ def _lacking(view: View, peer: Peer, now: float) -> list[RecordRef]:
     if report is None or report.term != view.term:
         return []
     found: list[RecordRef] = []
+    marks, watermark = report.marks, view.watermark
     for chain, replica in view.replicas.items():
-        theirs = report.marks.get(chain, NOTHING)
-        if theirs.newest >= replica.mark().newest and theirs.covers(view.watermark):
+        theirs = marks.get(chain, NOTHING)
+        if theirs.newest >= replica.mark().newest and theirs.covers(watermark):
             continue  # nearly always
         seat = view.seats.get(chain)
         if seat is not None and peer.name in seat.holders and _provides(view, chain, peer, now):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import abc
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from adacheck_store.catalog import Catalog, Gaps, RecordRef
+from adacheck_store.catalog import Gaps, RecordRef, gaps_of
 from adacheck_store.format.keys import MAX_STEP
 from adacheck_store.format.manifest import Manifest
 from adacheck_store.proof import Proof, Proofs, Segment, opening, prove_steps, sole
@@ -56,7 +56,9 @@ class Replica(abc.ABC):
             self._removed(gone)
 
     def follow(self, line: tuple[Segment, ...], manifests: Mapping[str, Manifest]) -> None:
-        """The line is another one."""
+        """The line is another one, unless it is the same."""
+        if line == self._line and manifests.keys() == self._manifests.keys():
+            return
         self._line, self._manifests, self._mark = line, manifests, None
         self._reach = {
             seg.term: (seg.first, MAX_STEP if seg.last is None else seg.last) for seg in line
@@ -68,6 +70,10 @@ class Replica(abc.ABC):
         """True if a record belongs to the line."""
         first, last = self._reach.get(ref.term, (0, -1))
         return first <= ref.step <= last
+
+    def _lined(self) -> Iterable[RecordRef]:
+        """Records that belong to the line: as a rule all."""
+        return filter(self.on_line, self.refs.values()) if self._strayed else self.refs.values()
 
     def stray(self) -> list[RecordRef]:
         """Records that no restore of the line can use: a term that has begun left them behind."""
@@ -94,9 +100,7 @@ class Replica(abc.ABC):
         if goes_on and mark.newest >= mine.newest:
             return []
         doomed = {ref.key for ref in self.doomed(watermark)}
-        kept = [
-            ref for ref in self.refs.values() if ref.key not in doomed and self.on_line(ref)
-        ]  # fmt: skip
+        kept = [ref for ref in self._lined() if ref.key not in doomed]
         return self._needed(kept, mark, goes_on)
 
     @abc.abstractmethod
@@ -118,7 +122,7 @@ class Replica(abc.ABC):
     def _removed(self, refs: Sequence[RecordRef]) -> None: ...
 
     @abc.abstractmethod
-    def _recompute(self) -> None: ...
+    def _recompute(self, terms: Collection[str] | None = None) -> None: ...
 
 
 ByStep = dict[int, list[RecordRef]]
@@ -140,14 +144,14 @@ class PartReplica(Replica):
         oldest = min((base.step for base in self.refs.values() if base.kind == "base"), default=0)
         self._told = [told for told in self._told if told.step >= oldest] + [ref]
         self._mark = None
-        self._recompute()
+        self._recompute({ref.term})
 
     def _added(self, ref: RecordRef) -> None:
         table = self._bases if ref.kind == "base" else self._deltas
         table[ref.term][ref.step].append(ref)
         last = self._line[-1] if self._line else None
         if last is None or ref.term != last.term or ref.step <= last.first or ref.gap is not None:
-            self._recompute()
+            self._recompute({ref.term})
         else:
             self._prove(last, ref.step)
 
@@ -159,20 +163,22 @@ class PartReplica(Replica):
                 table[ref.term][ref.step] = rest
             else:
                 del table[ref.term][ref.step]
-        self._recompute()
+        self._recompute({ref.term for ref in refs})
 
-    def _recompute(self) -> None:
-        self._proofs = {}
+    def _recompute(self, terms: Collection[str] | None = None) -> None:
+        """Prove anew what hangs on the records of some terms; None: of all."""
         parent: Proofs = {}
+        stale = terms is None
         for segment in self._line:
-            bases = [ref for refs in self._bases[segment.term].values() for ref in refs]
-            bases += [ref for ref in self._told if ref.term == segment.term]
-            place = (segment.term, self.name)
-            known = Catalog(run="", bases={place: tuple(bases)})
-            self._gaps[segment.term] = known.gaps(place, segment.last)
-            self._proofs[segment.term] = opening(segment, parent, self.name)
-            self._prove(segment, 0)
-            parent = self._proofs[segment.term]
+            term = segment.term
+            stale = stale or (terms is not None and term in terms)
+            if stale:
+                bases = [ref for refs in self._bases[term].values() for ref in refs]
+                bases += [ref for ref in self._told if ref.term == term]
+                self._gaps[term] = gaps_of(bases, segment.last)
+                self._proofs[term] = opening(segment, parent, self.name)
+                self._prove(segment, 0)
+            parent = self._proofs[term]
 
     def _prove(self, segment: Segment, since: int) -> None:
         """Prove a term's steps from ``since`` on anew."""
@@ -188,6 +194,8 @@ class PartReplica(Replica):
         """A proof of a step of the line, if it has one state."""
         for segment in self._line:
             proofs = self._proofs[segment.term].get(step) if segment.covers(step) else None
+            if proofs and len(proofs) == 1:
+                return next(iter(proofs.values()))
             if proofs and sole(proofs, segment):
                 return min(proofs.values(), key=lambda proof: (proof.length, proof.link))
         return None
@@ -198,8 +206,9 @@ class PartReplica(Replica):
         for segment in self._line:
             starts = {identity for identity, _ in segment.revisions}
             proven = self._proofs[segment.term]
+            first, last = self._reach[segment.term]
             for step in sorted(proven):
-                if not segment.covers(step) or len(links := proven[step].keys() - starts) > 1:
+                if not first <= step <= last or len(links := proven[step].keys() - starts) > 1:
                     continue
                 if spans and step <= spans[-1][1] + 1:
                     if step <= spans[-1][1]:
@@ -208,10 +217,10 @@ class PartReplica(Replica):
                 else:
                     spans.append((step, step))
                 tip = next(iter(links), "")
-        last = self._line[-1]
+        end = self._line[-1]
         newest = spans[-1][1] if spans else -1
-        settled = newest if newest <= last.first else newest - 1
-        return Mark(last.term, tuple(spans), tip, settled)
+        settled = newest if newest <= end.first else newest - 1
+        return Mark(end.term, tuple(spans), tip, settled)
 
     def first_missing(self, step: int) -> int:
         """The first step of the term's deltas that lead to ``step`` without a hole."""
@@ -242,10 +251,10 @@ class PartReplica(Replica):
         proof = self._proof(watermark) if watermark >= 0 else None
         if proof is None:
             return []
-        base = proof.records()[0]
+        first = proof.origin().step
         return [
-            ref for ref in self.refs.values()
-            if ref.step < base.step + (ref.kind == "delta") and self.on_line(ref)
+            ref for ref in self._lined()
+            if ref.step < first or (ref.step == first and ref.kind == "delta")
         ]  # fmt: skip
 
     def _needed(self, kept: list[RecordRef], mark: Mark, follows: bool) -> list[RecordRef]:
@@ -279,14 +288,14 @@ class ExtraReplica(Replica):
     def _removed(self, refs: Sequence[RecordRef]) -> None:
         pass
 
-    def _recompute(self) -> None:
+    def _recompute(self, terms: Collection[str] | None = None) -> None:
         pass
 
     def _make_mark(self) -> Mark:
         held = {(ref.term, ref.step) for ref in self.refs.values()}
         steps = {
-            ref.step: ref.id for ref in self.refs.values()
-            if self.on_line(ref) and all((ref.term, step) in held for step in ref.refs)
+            ref.step: ref.id for ref in self._lined()
+            if not ref.refs or all((ref.term, step) in held for step in ref.refs)
         }  # fmt: skip
         spans: list[tuple[int, int]] = []
         for step in sorted(steps):
@@ -301,11 +310,11 @@ class ExtraReplica(Replica):
         """Extras of steps before the watermark that no later one refers to."""
         if not self.mark().covers(watermark):
             return []
+        before = [ref for ref in self._lined() if ref.step < watermark]
+        if not before:
+            return []
         needed = {step for ref in self.refs.values() if ref.step >= watermark for step in ref.refs}
-        return [
-            ref for ref in self.refs.values()
-            if ref.step < watermark and ref.step not in needed and self.on_line(ref)
-        ]  # fmt: skip
+        return [ref for ref in before if ref.step not in needed]
 
     def _needed(self, kept: list[RecordRef], mark: Mark, follows: bool) -> list[RecordRef]:
         return [ref for ref in kept if not mark.covers(ref.step)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from adacheck_store.catalog import Catalog, RecordRef
@@ -59,6 +59,7 @@ class View:
         self.frozen: dict[str, int] | None = None
         self._heard = 0
         self._advanced = (-1, -1)
+        self._told: tuple[int, Mapping[str, Mark]] = (-1, {})
 
     def open(self, opened: Opened, now: float) -> None:
         """A term begins, or one known has another revision. Its watermark is not known yet."""
@@ -67,10 +68,11 @@ class View:
         elif self.opened is not None:  # whoever says it again may know fewer revisions
             known = {**self.opened.manifests, **opened.manifests}
             opened = replace(opened, manifests=known)
-        self.opened, self.term = opened, opened.term
-        self.line = tolerant_line(Catalog(run="", manifests=opened.manifests), opened.term)
-        for replica in self.replicas.values():
-            replica.follow(self.line, opened.manifests)
+        before, self.opened, self.term = self.opened, opened, opened.term
+        if before is None or (before.term, before.manifests) != (opened.term, opened.manifests):
+            self.line = tolerant_line(Catalog(run="", manifests=opened.manifests), opened.term)
+            for replica in self.replicas.values():
+                replica.follow(self.line, opened.manifests)
         for name in opened.domains:
             if name != self.node and name not in self.peers:
                 self.peers[name] = Peer(name, heard_at=now)
@@ -125,6 +127,8 @@ class View:
             self.watermark = max(self.watermark, self.agreed)
             for chain, seat in report.seats.items():
                 known = self.seats.get(chain)
+                if known == seat:
+                    continue  # nearly always
                 own = seat.holders[:1] == (report.node,)  # of equals the own node's word counts
                 if known is None or (seat.version, own) > (known.version, False):
                     self.seats[chain] = seat
@@ -180,13 +184,13 @@ class View:
         if name == self.node:
             replica = self.replicas.get(chain)
             found = replica.mark() if replica else NOTHING
-            if self.frozen is None:
+            if self.frozen is None or found.settled <= (least := self.frozen.get(chain, -1)):
                 return found
-            return replace(found, settled=min(found.settled, self.frozen.get(chain, -1)))
+            return replace(found, settled=least)
         peer = self.peers.get(name)
-        if peer is None or peer.report is None or peer.report.term != self.term:
+        if peer is None or (report := peer.report) is None or report.term != self.term:
             return NOTHING
-        return peer.report.marks.get(chain, NOTHING)
+        return report.marks.get(chain, NOTHING)
 
     def freeze(self, frozen: bool) -> None:
         """Settle nothing more while a restore is planned from what is here, or go on.
@@ -209,9 +213,15 @@ class View:
         """What this agent says of itself."""
         return Report(
             node=self.node, boot=self.boot, term=self.term, seats=dict(self.seats),
-            marks={chain: self.mark(self.node, chain) for chain in self.replicas},
+            marks=self._marks(),
             watermark=self.agreed, refused=self.refused,
         )  # fmt: skip
+
+    def _marks(self) -> Mapping[str, Mark]:
+        if self._told[0] != self.version:
+            marks = {chain: self.mark(self.node, chain) for chain in self.replicas}
+            self._told = self.version, marks
+        return self._told[1]
 
     def advance(self, now: float) -> None:
         """Move the watermark to what all holders have said; it never goes back within a term.
@@ -226,13 +236,17 @@ class View:
         known, whole = self.watermark, True
         chains: list[list[Mark]] = []
         for chain, seat in self.seats.items():
-            marks = [self.mark(name, chain) for name in seat.holders]
+            marks: list[Mark] = []
+            for name in seat.holders:
+                marks.append(self.mark(name, chain))
+                if marks[-1].settled <= known:
+                    return  # nearly always
             if len(seat.holders) <= self.opened.k:
                 whole = False
-                marks += self._unseated(chain, seat, now)
-            for mark in marks:
-                if mark.settled <= known:
+                unseated = self._unseated(chain, seat, now)
+                if any(mark.settled <= known for mark in unseated):
                     return
+                marks += unseated
             chains.append(marks)
         found = newest_common(chains)
         if found > known:

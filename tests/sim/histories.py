@@ -209,13 +209,12 @@ def _lose_on_paper(world: World, plan: Plan, lost: set[str], why: str) -> None:
             if agent.alive:
                 stores.append((agent.boot, agent.ram))
                 lives.add(agent.life)
-    truth.check_drained(truth.catalog(stores[:1]), f"{why} at {world.now:.3f}, all but far lost")
+    why = f"{why} at {world.now:.3f}"
+    truth.check_drained(truth.catalog(stores[:1]), f"{why}, all but far lost")
+    why = f"{why}, without {sorted(lost)}"
     catalog = truth.catalog(stores)
-    truth.check_drained(catalog, f"{why} at {world.now:.3f}, without {sorted(lost)}")
-    truth.check(
-        catalog, lives, newest_seats(world, plan.ranks), truth.promises,
-        f"{why} at {world.now:.3f}, without {sorted(lost)}",
-    )  # fmt: skip
+    truth.check_drained(catalog, why)
+    truth.check(catalog, lives, newest_seats(world, plan.ranks), truth.promises, why)
 
 
 def _strike(world: World, plan: Plan, fault: Fault, outcome: Outcome) -> None:

@@ -56,6 +56,7 @@ class Truth:
     _acked: dict[tuple[str, int], dict[int, frozenset[Life]]] = field(
         default_factory=lambda: defaultdict(dict)
     )
+    _planned: tuple[Catalog, RestorePlan | None] | None = None
 
     def acknowledged(self, term: str, step: int, rank: int, holders: Iterable[Life]) -> None:
         """A rank was told that k+1 holders can produce its step."""
@@ -66,6 +67,8 @@ class Truth:
 
     def check_drained(self, catalog: Catalog, why: str) -> None:
         """Of the line, what all ranks were told is drained comes back, whatever else is there."""
+        if not self.drained:
+            return
         line = _line(catalog)
         told = {
             step for term, ranks in self.drained.items() if len(ranks) == self.ranks
@@ -74,12 +77,20 @@ class Truth:
         if not told:
             return
         self.count += 1
-        try:
-            reached = plan_restore(catalog).step
-        except NotProvableError:
-            reached = -1
+        plan = self.plan(catalog)
+        reached = -1 if plan is None else plan.step
         if reached < max(told):
             raise Violation(f"{why}: told {sorted(told)} drained, there is {reached}")
+
+    def plan(self, catalog: Catalog) -> RestorePlan | None:
+        """The product's plan of a restore, None if nothing can be proven; the last is kept."""
+        if self._planned is None or self._planned[0] is not catalog:
+            try:
+                plan: RestorePlan | None = plan_restore(catalog)
+            except NotProvableError:
+                plan = None
+            self._planned = catalog, plan
+        return self._planned[1]
 
     def fold(self, base: RecordRef, deltas: Iterable[RecordRef]) -> object:
         """The value that a fold gives; a fold of records that do not fit is a violation."""
@@ -93,12 +104,9 @@ class Truth:
 
     def catalog(self, stores: Iterable[tuple[str, Mapping[str, RecordRef]]]) -> Catalog:
         """The catalog of some stores, by name."""
-        held: dict[str, list[str]] = defaultdict(list)
         refs: dict[str, RecordRef] = {}
-        for name, store in stores:
-            for key, ref in store.items():
-                held[key].append(name)
-                refs[key] = ref
+        for _, store in stores:
+            refs.update(store)
         tables: dict[str, dict[tuple[str, str], list[RecordRef]]] = {
             "base": {}, "delta": {}, "extra": {}
         }  # fmt: skip
@@ -120,10 +128,7 @@ class Truth:
         ``lives`` are the agents that survive since they acknowledged, ``seated`` the nodes that
         still have a seat, by chain number.
         """
-        try:
-            plan: RestorePlan | None = plan_restore(catalog)
-        except NotProvableError:
-            plan = None
+        plan = self.plan(catalog)
         if plan is not None:
             self._carry_out(plan)
         reached = plan.step if plan is not None else -1
