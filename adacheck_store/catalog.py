@@ -268,8 +268,8 @@ class _Builder:
             self.refs[place] = make_ref(key, sealed, tiers)
 
     def _below_floor(self, tier: str, head: Head) -> bool:
-        step = head.step or 0
-        return any(floor.covers(head.term, head.kind, step) for floor in self.floors[tier])
+        step, tags = head.step or 0, self.tags.values()
+        return any(floor.covers(head.term, head.kind, step, tags) for floor in self.floors[tier])
 
     def build(self) -> Catalog:
         """The catalog."""

@@ -29,8 +29,9 @@ class Duration(click.ParamType[float]):
 
 @click.command("gc")
 @store_options()
-@click.option("--last", type=click.IntRange(min=1), default=2, show_default=True,
-              help="Bases to keep, with every step after the oldest of them.")  # fmt: skip
+@click.option("--last", type=click.IntRange(min=1),
+              help="Bases to keep, with every step after the oldest of them. Without it 2, or, "
+                   "without any other rule, as many as the run's trainer keeps.")  # fmt: skip
 @click.option("--every", type=click.IntRange(min=1), help="Also one step in so many.")
 @click.option("--every-time", type=Duration(), help="Also one step in so much time: 12h, 7d.")
 @click.option("--best", metavar="PATH", default="",
@@ -46,14 +47,15 @@ class Duration(click.ParamType[float]):
               help="Age at which what a put has left is taken for abandoned.")  # fmt: skip
 @click.option("--aside", is_flag=True, help="Also what repairs have set aside, if it is older.")
 def gc_verb(
-    store_url: str, cache: str | None, as_json: bool, run: str, last: int, every: int | None,
+    store_url: str, cache: str | None, as_json: bool, run: str, last: int | None, every: int | None,
     every_time: float | None, best: str, best_count: int, largest: bool, drop_kept: bool,
     apply: bool, grace: float, older: float, aside: bool,
 ) -> None:  # fmt: skip
     """Delete what no rule keeps and what nobody finished; says what would go unless --apply.
 
     Tagged steps always stay. Of the steps below the last bases those stay that have a base and that
-    any rule asks for; without a rule those that the last floor kept. Safe beside a run that trains.
+    any rule asks for; without a rule those that the run's trainer keeps, as it has said in the
+    store, or if it has no rules either what the last floor kept. Safe beside a run that trains.
     """
     from adacheck_store.policy import Retention
     from adacheck_store.tools.gc import Ages, gc
@@ -61,7 +63,7 @@ def gc_verb(
     rules = None
     if every or every_time or best or drop_kept:
         rules = Retention(
-            last=last, every=every or 0, every_s=every_time or 0.0, best=best,
+            last=last or 2, every=every or 0, every_s=every_time or 0.0, best=best,
             best_count=best_count, best_largest=largest,
         )  # fmt: skip
     ages = Ages(grace_s=grace, older_s=older, aside=aside)

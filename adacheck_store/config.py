@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import socket
@@ -9,10 +10,12 @@ import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 from adacheck_store.format.bodies import BOUNDED_STEPS
 from adacheck_store.format.errors import UsageError
+from adacheck_store.format.head import SealedHead
 from adacheck_store.tiers import failpoints
 
 from .policy import Retention
@@ -192,11 +195,20 @@ def local_size(ranks: int) -> int:
 
 
 def writer_info() -> dict[str, str]:
-    """Who writes: for a record's ``info``, never part of its id."""
+    """Who writes and when: for a record's ``info``, never part of its id."""
     from adacheck_store import __version__
 
     version = f"adacheck-store {__version__}"
-    return {"writer": version, "host": platform.node(), "pid": str(os.getpid())}
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    return {"writer": version, "host": platform.node(), "pid": str(os.getpid()), "time": now}
+
+
+def made_at(sealed: SealedHead) -> float | None:
+    """When a record was made, as its writer says: seconds since 1970, None if it does not say."""
+    try:
+        return datetime.fromisoformat(json.loads(sealed.info)["time"]).timestamp()
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return None
 
 
 def arm_failpoints() -> None:

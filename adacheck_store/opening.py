@@ -38,6 +38,7 @@ from .catalog import Catalog, make_ref, read_catalog
 from .config import Settings, writer_info
 from .drain import Span, missing_below
 from .group import Group, lead, same, share, together
+from .policy import to_settings
 from .recovery import Prover, RestorePlan, tolerant_line
 from .restore import Restored
 from .store import Store
@@ -134,7 +135,10 @@ class Opening:
         manifest = Manifest(
             run=self.run, term=str(self.term), step=start_step, parts=parts,
             ranks=tuple(rank_name(number) for number in range(self.group.size)),
-            settings={"base_every": self.settings.base_every, "policy": self.settings.policy},
+            settings={
+                "base_every": self.settings.base_every, "policy": self.settings.policy,
+                **to_settings(self.settings.keep_bases, self.settings.retention),
+            },
         )  # fmt: skip
         restored = self.restored
         if restored is None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
 
-from adacheck_store.format.errors import UsageError
+from adacheck_store.format.canonical import from_json, to_json
+from adacheck_store.format.errors import MalformedError, UnsupportedError, UsageError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,8 +15,8 @@ class Retention:
     """What the far tier keeps, of steps at which it has a base: all that any rule asks for.
 
     ``last`` bases with every step after the oldest of them, which is the floor. Below it single
-    steps: the first one in every ``every`` steps; the first one in every ``every_s`` seconds of the
-    store's own clock; the ``best_count`` with the smallest (or ``best_largest``) number at
+    steps: the first one in every ``every`` steps; the first one in every ``every_s`` seconds, by
+    when its base was made; the ``best_count`` with the smallest (or ``best_largest``) number at
     ``best``, a path such as ``metrics/loss`` into what `Checkpointer.track` keeps, on rank 0; and
     always the tagged ones. 0 or empty: no such rule.
     """
@@ -37,9 +39,38 @@ class Retention:
             raise UsageError(f"best={self.best!r:.100}", hint="a path such as metrics/loss")
 
 
+def to_settings(last: int, rules: Retention | None) -> dict[str, Any]:
+    """What a writer keeps, as its manifest says it: for who collects without rules of his own."""
+    told: dict[str, Any] = {"keep_bases": last}
+    if rules is not None:
+        told["keep"] = to_json(dict(sorted(asdict(rules).items())))
+    return told
+
+
+def from_settings(settings: Mapping[str, Any]) -> tuple[int | None, Retention | None]:
+    """The bases that a run's writer keeps, and its rules; None for what its manifest does not say.
+
+    Raises `UnsupportedError` for rules that this program does not know.
+    """
+    last, told = settings.get("keep_bases"), settings.get("keep")
+    rules = None
+    if told is not None:
+        try:
+            given, known = from_json(told), {item.name for item in fields(Retention)}
+            if not isinstance(given, dict) or not given.keys() <= known:
+                raise MalformedError(f"rules {given!r:.200}", rule="manifest")
+            rules = Retention(**given)
+        except (MalformedError, UsageError) as error:
+            raise UnsupportedError(
+                f"what the run's writer keeps is not understood: {error.message}",
+                hint="upgrade adacheck-store, or name what is to stay: --last and the like",
+            ) from error
+    return last if type(last) is int and last > 0 else None, rules
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What policies ask of a step: when the store got its base (``time_s``), and its number.
+    """What policies ask of a step: when its base was made (``time_s``), and its number.
 
     None where nobody can tell.
     """

@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from adacheck_store.format.bodies import decode_extra
 from adacheck_store.format.canonical import Scalar
 from adacheck_store.format.errors import (
     AdaCheckError,
+    ForkError,
     FormatError,
     RecordNotFoundError,
     TierError,
-    UnsupportedError,
 )
 from adacheck_store.format.keys import parse_key
-from adacheck_store.format.manifest import Floor
+from adacheck_store.format.manifest import Entry, Floor, Tag
 from adacheck_store.tiers.base import Tier
 from adacheck_store.tiers.zarr import ZarrTier
 
 from .arrays import tensor_of
 from .catalog import Catalog, RecordRef, read_catalog
+from .config import made_at
 from .drain import TierSource
 from .fetch import ArrayReader, BlocksLostError, Fetcher
 from .policy import Facts, Retention, chosen
 from .recovery import Prover, RestorePlan, tolerant_line
 from .terms import last_index, read_log
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,20 +155,27 @@ def _kept(
 
 
 def facts_of(tier: Tier, plans: Sequence[RestorePlan], retention: Retention) -> list[Facts]:
-    """What a policy asks of steps; raises `UnsupportedError` where the tier has no clock."""
-    times: dict[str, float] = {}
-    if retention.every_s:
-        if not isinstance(tier, ZarrTier):
-            raise UnsupportedError(
-                f"tier {tier.traits.name} keeps no time, by which steps could be kept",
-                hint="leave every_s out",
-            )
-        times = tier.times(f"{plans[0].run}/")
+    """What a policy asks of steps. Raises what a tier says that does not answer for a base."""
     found = []
     for plan in plans:
-        known = [times[part.base.key] for part in plan.parts if part.base.key in times]
+        times = _times(tier, plan) if retention.every_s else []
         value = _number(tier, plan, retention.best) if retention.best else None
-        found.append(Facts(step=plan.step, time_s=max(known, default=None), value=value))
+        found.append(Facts(step=plan.step, time_s=max(times, default=None), value=value))
+    return found
+
+
+def _times(tier: Tier, plan: RestorePlan) -> list[float]:
+    """When the bases of a step were made, as they say, so that no copy of the store changes it.
+
+    Those of old writers do not say it: then when the store got them.
+    """
+    found = []
+    for key in (part.base.key for part in plan.parts):
+        with suppress(FormatError, RecordNotFoundError):
+            made = made_at(tier.head(key))
+            if made is None and isinstance(tier, ZarrTier):
+                made = tier.times(f"{key}/").get(key)
+            found += [] if made is None else [made]
     return found
 
 
@@ -229,14 +241,16 @@ def _read_all(fetcher: Fetcher, refs: Iterable[RecordRef]) -> None:
                 fetcher.read(ref, info, index, 1)
 
 
-def below(keys: Iterable[str], floors: Sequence[Floor]) -> list[str]:
-    """Of a tier's record keys, those that its floors allow to delete."""
+def below(keys: Iterable[str], entries: Sequence[Entry]) -> list[str]:
+    """Of a tier's record keys, those that the entries of its log allow to delete."""
+    floors = [entry for entry in entries if isinstance(entry, Floor)]
+    tags = [entry for entry in entries if isinstance(entry, Tag)]
     doomed: list[str] = []
     for text in keys:
         key = parse_key(text)
         if key.kind not in ("base", "delta", "extra"):
             continue
-        if any(floor.covers(key.term, key.kind, key.step) for floor in floors):
+        if any(floor.covers(key.term, key.kind, key.step, tags) for floor in floors):
             doomed.append(text)
     return doomed
 
@@ -276,16 +290,21 @@ def raise_floor(
     detach(tier, run, choice)
     if not put(choice):
         return current, []
-    floors = [entry for entry in read_log(tier, run) if isinstance(entry, Floor)]
-    return choice.step, below(tier.list(f"{run}/"), floors)
+    return choice.step, below(tier.list(f"{run}/"), read_log(tier, run))
 
 
 def detach(tier: Tier, run: str, choice: FloorChoice) -> None:
-    """Give the extras of steps that are kept packs of their own: a pack goes only as a whole."""
+    """Give the extras of steps that are kept packs of their own: a pack goes only as a whole.
+
+    One that is damaged stays in its pack, and so does all that is in there.
+    """
     if not tier.traits.packs or not choice.kept:
         return
     for text in list(tier.list(f"{run}/")):
         key = parse_key(text)
         if key.kind == "extra" and key.step in choice.kept and key.term in choice.terms:
-            tier.put([TierSource(tier, text)])
+            try:
+                tier.put([TierSource(tier, text)])
+            except (FormatError, ForkError, RecordNotFoundError) as error:
+                log.warning("kept as it is: %s", error.at(tier=tier.traits.name, key=text))
     tier.sync()

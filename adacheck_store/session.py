@@ -38,7 +38,7 @@ from .restore import Restored, refuse_unknown, restore_state
 from .revisions import Revisions
 from .status import Background, Status, status_of, unsaved
 from .store import Store, open_store, refuse_set_aside
-from .terms import claim_term
+from .terms import claim_term, renewed
 from .topology import Need
 from .upkeep import Upkeep
 from .writer import Writer
@@ -172,15 +172,17 @@ class RunSession:
             if step is not None or term:
                 self._excuse.give("a step or term was asked for")
                 self._ceiling = None
-            restored = restore_state(
-                self.store.tiers, self.run, step=step, term=term,
-                catalog=self._catalog if self.group.rank == 0 else None,
-                max_drift=self.settings.max_drift, group=self.group, ceiling=self._ceiling,
-                need=Need(
-                    rank=self.group.rank, ranks=self.group.size, layout=layout, bare=bare
-                ),
-                near=self._crew.near_to if self._crew else NOWHERE,
-            )  # fmt: skip
+            claim = self._term if self.group.rank == 0 else None
+            with renewed(self.store.far, self.run, claim):
+                restored = restore_state(
+                    self.store.tiers, self.run, step=step, term=term,
+                    catalog=self._catalog if self.group.rank == 0 else None,
+                    max_drift=self.settings.max_drift, group=self.group, ceiling=self._ceiling,
+                    need=Need(
+                        rank=self.group.rank, ranks=self.group.size, layout=layout, bare=bare
+                    ),
+                    near=self._crew.near_to if self._crew else NOWHERE,
+                )  # fmt: skip
         self._restored = dataclasses.replace(restored, parts={}, extras={})  # the state is large
         self._decided = True
         if restored.plan.passed_over:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 
 from adacheck_store.format.errors import (
     AdaCheckError,
@@ -22,6 +24,7 @@ from adacheck_store.format.keys import Term, log_key, new_term, parse_key
 from adacheck_store.format.manifest import Claim, Entry, Floor, Tag, decode_log
 from adacheck_store.format.record import Record
 from adacheck_store.tiers.base import RecordSource, Tier
+from adacheck_store.tiers.zarr import ZarrTier
 
 from .config import writer_info
 
@@ -31,27 +34,40 @@ MAX_ATTEMPTS = 64
 """Log entries tried by one claim or floor before giving up: each loss means another writer won."""
 
 CLAIM_S = 600.0
-"""How long a claim without manifest keeps older terms from deleting."""
+"""How long a claim without manifest or a sign of life keeps older terms from deleting."""
+
+RENEW_S = 60.0
+"""How often a claim gives a sign of life while its owner restores."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Log:
+    """A run's log: its readable entries, how many are damaged, and the newest index (0: none)."""
+
+    entries: list[Entry]
+    damaged: int
+    last: int
+
+    @classmethod
+    def read(cls, tier: Tier, run: str) -> _Log:
+        """The log as it stands in a tier."""
+        entries: list[Entry] = []
+        damaged = last = 0
+        for text in tier.list(f"{run}/log/"):
+            last = parse_key(text).step
+            try:
+                entries.append(decode_log(tier.head(text).head))
+            except RecordNotFoundError:
+                continue  # a superseded floor, or a tag, deleted since it was listed
+            except FormatError as error:
+                log.warning("damaged log entry: %s", error.at(tier=tier.traits.name, key=text))
+                damaged += 1
+        return cls(entries, damaged, last)
 
 
 def read_log(tier: Tier, run: str) -> list[Entry]:
     """The run's log in a tier, oldest first, without entries that are damaged."""
-    return _read_log(tier, run)[0]
-
-
-def _read_log(tier: Tier, run: str) -> tuple[list[Entry], int]:
-    """The log's readable entries, and how many are damaged."""
-    entries: list[Entry] = []
-    damaged = 0
-    for text in tier.list(f"{run}/log/"):
-        try:
-            entries.append(decode_log(tier.head(text).head))
-        except RecordNotFoundError:
-            continue  # a superseded floor, or a tag, deleted since it was listed
-        except FormatError as error:
-            log.warning("damaged log entry: %s", error.at(tier=tier.traits.name, key=text))
-            damaged += 1
-    return entries, damaged
+    return _Log.read(tier, run).entries
 
 
 def last_index(tier: Tier, run: str) -> int:
@@ -59,11 +75,16 @@ def last_index(tier: Tier, run: str) -> int:
     return max((parse_key(text).step for text in tier.list(f"{run}/log/")), default=0)
 
 
-def _append(tier: Tier, run: str, make: Callable[[int], Entry | None]) -> Entry | None:
-    """Put an entry at the next free index; a taken one is passed over. None if ``make`` gave up."""
+def _append(tier: Tier, run: str, make: Callable[[int, _Log], Entry | None]) -> Entry | None:
+    """Put an entry at the next free index; a taken one is passed over. None if ``make`` gave up.
+
+    ``make`` is told the index and all that stands before it. Of two entries that come at the same
+    time one at least is made from a log that has the other.
+    """
     for _ in range(MAX_ATTEMPTS):
-        index = last_index(tier, run) + 1
-        entry = make(index)
+        seen = _Log.read(tier, run)
+        index = seen.last + 1
+        entry = make(index, seen)
         if entry is None:
             return None
         key = str(log_key(run, index))
@@ -72,10 +93,12 @@ def _append(tier: Tier, run: str, make: Callable[[int], Entry | None]) -> Entry 
         except (ForkError, RecordNotFoundError):
             continue  # somebody was faster, or has just taken back what stood there
         tier.sync()
-        if last_index(tier, run) == index:
+        now = _Log.read(tier, run)
+        if now.last == index and all(item in seen.entries for item in now.entries[:-1]):
             return entry
-        # Entries beyond ours exist: our listing was stale (ours took the place of a superseded
-        # floor), so what we derived from it is too. It has had no effect; take it back.
+        # Entries exist that we have not seen: beyond ours, which took the place of a superseded
+        # floor, or before it, in that of a tag taken back. What we derived from our reading is
+        # stale. It has had no effect; take it back.
         tier.delete([key])
     raise TierError(
         f"no free log entry after {MAX_ATTEMPTS} attempts", run=run, tier=tier.traits.name,
@@ -91,10 +114,9 @@ def claim_term(tier: Tier, run: str, seen: Iterable[str] = ()) -> Term:
     """
     known = [Term.parse(text).number for text in seen]
 
-    def make(index: int) -> Claim:
-        entries, damaged = _read_log(tier, run)
-        claimed = [Term.parse(entry.term).number for entry in entries if isinstance(entry, Claim)]
-        number = max([0, *claimed, *known]) + damaged + 1
+    def make(index: int, seen: _Log) -> Claim:
+        claimed = [Term.parse(item.term).number for item in seen.entries if isinstance(item, Claim)]
+        number = max([0, *claimed, *known]) + seen.damaged + 1
         return Claim(run=run, term=str(new_term(number)), index=index)
 
     claim = _append(tier, run, make)
@@ -104,7 +126,7 @@ def claim_term(tier: Tier, run: str, seen: Iterable[str] = ()) -> Term:
 
 def excuse_term(tier: Tier, run: str, term: Term, why: str) -> None:
     """Say in the log that the end of a term is no death: by a second claim, which opens nothing."""
-    _append(tier, run, lambda index: Claim(run=run, term=str(term), index=index, excuse=why))
+    _append(tier, run, lambda index, _: Claim(run=run, term=str(term), index=index, excuse=why))
 
 
 def put_floor(
@@ -121,21 +143,20 @@ def put_floor(
     name = tier.traits.name
     dead = set(ignore)
 
-    def make(index: int) -> Floor | None:
-        if set(newer_claims(tier, run, Term.parse(term))) - dead:
+    def make(index: int, seen: _Log) -> Floor | None:
+        if {claim.term for claim in _newer(seen.entries, Term.parse(term))} - dead:
             return None
         floor = Floor(run=run, term=term, index=index, tier=name, terms=terms, step=step, kept=kept)
-        entries, damaged = _read_log(tier, run)
-        if damaged:
+        if seen.damaged:
             raise TierDamagedError(
-                f"{damaged} entries of the log cannot be read: what they keep is not known, and "
-                "nothing is deleted", run=run, term=term, tier=name,
+                f"{seen.damaged} entries of the log cannot be read: what they keep is not known, "
+                "and nothing is deleted", run=run, term=term, tier=name,
                 hint="adacheck-store fsck --repair rebuilds them or sets them aside",
             )  # fmt: skip
         late = logged is not None and any(
-            isinstance(entry, Floor) and entry.index > logged for entry in entries
+            isinstance(entry, Floor) and entry.index > logged for entry in seen.entries
         )
-        tags = [entry for entry in entries if isinstance(entry, Tag)]
+        tags = [entry for entry in seen.entries if isinstance(entry, Tag)]
         if late:
             return None
         return None if any(floor.covers(tag.term, "base", tag.step) for tag in tags) else floor
@@ -162,8 +183,8 @@ def put_tag(tier: Tier, run: str, *, term: str, name: str, step: int) -> Tag:
     all that stand before it. Raises `UsageError` if the name is taken, or the step already gone.
     """
 
-    def make(index: int) -> Tag:
-        for entry in read_log(tier, run):
+    def make(index: int, seen: _Log) -> Tag:
+        for entry in seen.entries:
             if isinstance(entry, Tag) and entry.name == name:
                 raise UsageError(
                     f"the tag {name!r} stands, for step {entry.step}", run=run, step=step,
@@ -189,29 +210,75 @@ def remove_tag(tier: Tier, run: str, name: str) -> list[Tag]:
     return found
 
 
-def newer_claims(tier: Tier, run: str, term: Term) -> list[str]:
-    """Terms claimed in a tier's log with a greater number."""
-    claims = [entry.term for entry in read_log(tier, run) if isinstance(entry, Claim)]
-    return [claim for claim in claims if Term.parse(claim).number > term.number]
+def newer_claims(tier: Tier, run: str, term: Term) -> dict[str, float]:
+    """Terms claimed in a tier's log with a greater number, and when their owners last gave a sign
+    of life, by the store's clock (0.0 in a tier that keeps no time)."""
+    newer = _newer(read_log(tier, run), term)
+    times = tier.times(f"{run}/log/") if newer and isinstance(tier, ZarrTier) else {}
+    found: dict[str, float] = {}
+    for claim in newer:
+        at = times.get(str(log_key(run, claim.index)), 0.0)
+        found[claim.term] = max(at, found.get(claim.term, 0.0))
+    return found
+
+
+def _newer(entries: Iterable[Entry], term: Term) -> list[Claim]:
+    claims = [entry for entry in entries if isinstance(entry, Claim)]
+    return [claim for claim in claims if Term.parse(claim.term).number > term.number]
+
+
+@contextmanager
+def renewed(tier: Tier, run: str, term: Term | None) -> Iterator[None]:
+    """Give signs of life of a claim while its owner restores, however long that takes.
+
+    Every `RENEW_S` the claim is written again as it is: nobody but the clock sees it. Nothing is
+    done without a term (ranks but the one that has claimed), or in a tier that keeps no time.
+    """
+    if term is None or not isinstance(tier, ZarrTier):
+        yield
+        return
+    ended = threading.Event()
+
+    def renew() -> None:
+        keys = [str(log_key(run, entry.index)) for entry in read_log(tier, run)
+                if isinstance(entry, Claim) and entry.term == str(term)]  # fmt: skip
+        if keys:
+            tier.renew(keys[0])
+
+    def work() -> None:
+        while not ended.wait(RENEW_S):
+            try:
+                renew()
+            except AdaCheckError as error:
+                log.warning("the claim of term %s was not renewed: %s", term, error)
+
+    thread = threading.Thread(target=work, name="adacheck-claim", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join(timeout=RENEW_S / 10)
 
 
 class Rivals:
     """Newer claims as a writer sees them: those that may be restoring, and those given up.
 
-    A newer claim with a manifest fences; one that has stood here for `CLAIM_S` without is taken
-    for dead, lest a failed start keep the older term from pruning for ever.
+    A newer claim with a manifest fences; one that has stood here for `CLAIM_S` without, and
+    without a sign of life, is taken for dead: else a failed start would keep the older term from
+    pruning for ever.
     """
 
     def __init__(self, tier: Tier, run: str, term: Term) -> None:
         self._place = (tier, run, term)
-        self._seen: dict[str, float] = {}
+        self._seen: dict[tuple[str, float], float] = {}
 
     def look(self) -> tuple[set[str], set[str]]:
         """Claims to wait for, and claims to ignore."""
-        now = time.monotonic()
-        self._seen = {claim: self._seen.get(claim, now) for claim in newer_claims(*self._place)}
-        dead = {claim for claim, since in self._seen.items() if now - since > CLAIM_S}
-        return self._seen.keys() - dead, dead
+        now, signs = time.monotonic(), newer_claims(*self._place).items()
+        self._seen = {sign: self._seen.get(sign, now) for sign in signs}
+        dead = {claim for (claim, _), since in self._seen.items() if now - since > CLAIM_S}
+        return {claim for claim, _ in signs} - dead, dead
 
 
 def fenced_by(tier: Tier, run: str, term: Term) -> Term | None:

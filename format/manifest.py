@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -180,10 +180,18 @@ class Floor:
     step: int
     kept: tuple[int, ...] = ()
 
-    def covers(self, term: str, kind: str, step: int) -> bool:
-        """Whether a record may be gone; of the steps kept, bases and extras may not."""
-        below = term in self.terms and step < self.step
-        return below and (kind == "delta" or step not in self.kept)
+    def covers(self, term: str, kind: str, step: int, tags: Iterable[Tag] = ()) -> bool:
+        """Whether a record may be gone; of the steps kept, or tagged, bases and extras may not.
+
+        A floor is written so that it covers no tag. Whoever deletes asks for the tags once more.
+        """
+        if term not in self.terms or step >= self.step:
+            return False
+        if kind == "delta":
+            return True
+        return step not in self.kept and not any(
+            tag.step == step and tag.term in self.terms for tag in tags
+        )
 
     def seal(self, info: Mapping[str, Any] | None = None) -> SealedHead:
         """The floor's record."""

@@ -124,11 +124,16 @@ class ZarrTier(Tier):
             ).at(**held.head.place())
 
     def _withdraw(self, begun: list[Key]) -> None:
-        """Delete groups whose document was not written; what cannot be is left as orphans."""
+        """Delete groups without document; what cannot be is left as orphans.
+
+        One that has a document by now is another writer's, who has put the same record.
+        """
         for key in begun:
             if key.kind in ("base", "pack"):
                 with suppress(AdaCheckError):
-                    self._remove(key)
+                    names = tuple(self.objects.list(f"{key}/"))
+                    if f"{key}{_TAIL}" not in names:
+                        self.objects.delete(names)
 
     def _remove(self, key: Key) -> None:
         """Delete a group, its document first."""
@@ -185,6 +190,12 @@ class ZarrTier(Tier):
             if parsed.kind == "pack":
                 self._shelf.forget(place_of(parsed))
             self._links.forget()
+
+    def renew(self, key: str) -> None:
+        """Write a record's document again as it is: `times` tells another time."""
+        with self._placed(key):
+            name = f"{_record_key(key)}{_TAIL}"
+            self.objects.put(name, [self.objects.get(name)])
 
     def sync(self) -> None:
         """Return when all that was put is durable."""

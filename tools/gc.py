@@ -14,8 +14,9 @@ from itertools import groupby
 
 from adacheck_store.format.errors import AdaCheckError
 from adacheck_store.format.keys import Key, Term, log_key, parse_key
-from adacheck_store.format.manifest import Claim, Floor
-from adacheck_store.policy import Retention
+from adacheck_store.format.manifest import Entry, Floor
+from adacheck_store.policy import Retention, from_settings
+from adacheck_store.recovery import tolerant_line
 from adacheck_store.retention import (
     FloorChoice,
     below,
@@ -26,7 +27,7 @@ from adacheck_store.retention import (
     tier_catalog,
 )
 from adacheck_store.store import Store
-from adacheck_store.terms import CLAIM_S, put_floor, read_log
+from adacheck_store.terms import CLAIM_S, newer_claims, put_floor, read_log
 from adacheck_store.tiers.base import Tier
 from adacheck_store.tiers.lmdb import LmdbTier
 from adacheck_store.tiers.zarr import ASIDE, ZarrTier
@@ -79,13 +80,14 @@ class Ages:
 
 
 def gc(
-    store: Store, run: str = "", *, last: int = 2, rules: Retention | None = None,
+    store: Store, run: str = "", *, last: int | None = None, rules: Retention | None = None,
     apply: bool = False, ages: Ages | None = None, progress: Progress = silent,
 ) -> Iterator[GcRow]:  # fmt: skip
     """Collect the garbage of a store, or of one run; unless ``apply`` only say what would go.
 
-    The ``last`` bases stay, with what follows, and tagged steps; and below the floor what ``rules``
-    say, or without any what the last floor kept.
+    What ``rules`` say stays, and tagged steps; without rules what the run's newest writer keeps, as
+    its manifest says, or if that has no rules what the last floor kept. ``last`` takes the place of
+    the number of bases, however that is known.
 
     With ``apply`` it waits until a floor is as old as `Ages` says. Raises what a tier says that
     cannot be read or written; an LMDB that a writer holds is left to it.
@@ -101,19 +103,25 @@ class _RunGc:
     """The floors of one run and what lies below them: the far tier first, it caps the others."""
 
     def __init__(
-        self, store: Store, run: str, last: int, rules: Retention | None, apply: bool, ages: Ages,
-        progress: Progress,
+        self, store: Store, run: str, last: int | None, rules: Retention | None, apply: bool,
+        ages: Ages, progress: Progress,
     ) -> None:  # fmt: skip
-        self._store, self._run, self._last, self._rules = store, run, last, rules
+        self._store, self._run = store, run
+        self._last, self._rules = last or (rules.last if rules else 0), rules
         self._apply, self._ages, self._progress = apply, ages, progress
         self._planned = -1
 
     def rows(self) -> Iterator[GcRow]:
         """What is done, tier by tier."""
         far = self._store.far
-        terms, _ = standing(tier_catalog(far, self._run))
+        catalog = tier_catalog(far, self._run)
+        terms, _ = standing(catalog)
         if not terms:
             return
+        if self._rules is None:
+            newest = tolerant_line(catalog)[-1].manifest
+            last, self._rules = from_settings(newest.settings)
+            self._last = self._last or last or Retention().last
         live, dead = rivals(far, self._run, terms[-1])
         yield from self._tier(far, live, dead, cap=self._watermark())
         highest = max(self._planned, floor_of(far, self._run, terms[-1]))
@@ -153,13 +161,14 @@ class _RunGc:
     ) -> Iterator[GcRow]:
         rules = self._rules if own is None else None
         choice = plan_floor(tier, self._run, self._last, cap=cap, own=own, retention=rules)
-        floors = [entry for entry in read_log(tier, self._run) if isinstance(entry, Floor)]
+        entries = read_log(tier, self._run)
+        floors = [entry for entry in entries if isinstance(entry, Floor)]
         if choice is not None and not self._stands(choice, floors):
             if live:
                 why = f"a restore may be under way: {', '.join(sorted(live))} claimed the run"
                 yield self._row(tier, "floor", "left", why=why, step=choice.step, kept=choice.kept)
             elif not self._apply or self._raise(tier, choice, dead):
-                floors.append(choice.floor(tier.traits.name, self._run))
+                entries.append(choice.floor(tier.traits.name, self._run))
                 self._planned = choice.step if not self._apply else -1
                 yield self._row(tier, "floor", "raised", step=choice.step, kept=choice.kept)
             else:
@@ -167,7 +176,7 @@ class _RunGc:
                 yield self._row(tier, "floor", "left", why=why, step=choice.step, kept=choice.kept)
         elif choice is not None:
             yield self._row(tier, "floor", "stands", step=choice.step, kept=choice.kept)
-        yield from self._bury(tier, floors)
+        yield from self._bury(tier, entries)
 
     def _stands(self, choice: FloorChoice, floors: Iterable[Floor]) -> bool:
         return any(
@@ -184,17 +193,20 @@ class _RunGc:
         )  # fmt: skip
         return floor is not None
 
-    def _bury(self, tier: Tier, floors: list[Floor]) -> Iterator[GcRow]:
+    def _bury(self, tier: Tier, entries: list[Entry]) -> Iterator[GcRow]:
         """Delete what the floors cover; the newest must have stood for the grace period."""
         if self._apply:  # the log alone says what may go, not what was just planned
             entries = read_log(tier, self._run)
-            floors = [entry for entry in entries if isinstance(entry, Floor)]
-        doomed = below(tier.list(f"{self._run}/"), floors)
-        count, nbytes = self._worth(tier, doomed, floors)
+            if not self._worth(tier, below(tier.list(f"{self._run}/"), entries), entries)[0]:
+                return
+            self._wait(tier, entries)
+            # A floor that was taken back meanwhile allows nothing, and one that came is young.
+            entries = [entry for entry in read_log(tier, self._run) if entry in entries]
+        doomed = below(tier.list(f"{self._run}/"), entries)
+        count, nbytes = self._worth(tier, doomed, entries)
         if not count:
             return
         if self._apply:
-            self._wait(tier, floors)
             done = 0
             for _, keys in groupby(sorted(doomed, key=_place), key=_place):
                 named = list(keys)
@@ -204,12 +216,12 @@ class _RunGc:
             tier.sync()
         yield self._row(tier, "below floor", "deleted", count=count, nbytes=nbytes)
 
-    def _worth(self, tier: Tier, doomed: list[str], floors: list[Floor]) -> tuple[int, int]:
+    def _worth(self, tier: Tier, doomed: list[str], entries: list[Entry]) -> tuple[int, int]:
         """How many records would go, and their bytes."""
         if not isinstance(tier, ZarrTier):
             return len(doomed), sum(_nbytes(tier, parse_key(text)) for text in doomed)
         # A pack that has the extra of a kept step goes too: that has a pack of its own by then.
-        kept = {step for floor in floors for step in floor.kept}
+        kept = {step for floor in _floors(entries) for step in floor.kept}
         extras = [
             text for text in tier.list(f"{self._run}/")
             if (key := parse_key(text)).kind == "extra" and key.step in kept
@@ -219,11 +231,11 @@ class _RunGc:
         count = sum(text in gone for unit in units for text in _records(unit))
         return count, sum(_nbytes(tier, unit) for unit in units) if count else 0
 
-    def _wait(self, tier: Tier, floors: list[Floor]) -> None:
+    def _wait(self, tier: Tier, entries: list[Entry]) -> None:
         """Until the floors are old enough by the store's clock; a near tier is ours alone."""
         if not isinstance(tier, ZarrTier):
             return
-        keys = {str(log_key(self._run, floor.index)) for floor in floors}
+        keys = {str(log_key(self._run, floor.index)) for floor in _floors(entries)}
         times = tier.times(f"{self._run}/log/")
         since = max((at for key, at in times.items() if key in keys), default=0.0)
         while (left := since + self._ages.grace_s - tier.objects.now()) > 0:
@@ -242,33 +254,31 @@ class _RunGc:
 def rivals(far: Tier, run: str, term: str) -> tuple[set[str], set[str]]:
     """Claims newer than a term, the newest that has begun: those that may be restoring, and those
     that have stood so long, by the store's clock, that they are taken for dead."""
-    claims = [entry for entry in read_log(far, run) if isinstance(entry, Claim)]
-    newer = [claim for claim in claims if Term.parse(claim.term) > Term.parse(term)]
+    newer = newer_claims(far, run, Term.parse(term))
     if not newer or not isinstance(far, ZarrTier):
-        return {claim.term for claim in newer}, set()
-    times, now = far.times(f"{run}/log/"), far.objects.now()
+        return set(newer), set()
+    now = far.objects.now()
     dead = {
-        claim.term for claim in newer
-        if now - times.get(str(log_key(run, claim.index)), now) > CLAIM_S
-        and not any(far.list(f"{run}/{claim.term}/manifest/"))  # one that cannot be read has begun
+        claim for claim, at in newer.items()
+        if now - at > CLAIM_S
+        and not any(far.list(f"{run}/{claim}/manifest/"))  # one that cannot be read has begun
     }  # fmt: skip
-    return {claim.term for claim in newer} - dead, dead
+    return newer.keys() - dead, dead
 
 
 def _leftovers(tier: ZarrTier, run: str, apply: bool, ages: Ages) -> Iterator[GcRow]:
     """What puts have left that did not end, and with ``aside`` what repairs have set aside."""
-    objects, now = tier.objects, tier.objects.now()
+    objects, now, below_run = tier.objects, tier.objects.now(), f"{run}/" if run else ""
     loose: dict[str, list[str]] = {"unfinished": [], "set aside": []}
-    for owner, found in groupby(objects.dated(f"{run}/" if run else ""), lambda i: owner_of(i[0])):
+    for owner, found in groupby(objects.dated(below_run), lambda item: owner_of(item[0])):
         names = list(found)
         old = all(now - at >= ages.older_s for _, at in names)
         if owner and old and all(name != f"{owner}/{DOCUMENT}" for name, _ in names):
             gone = _delete_loose(tier, owner, ages) if apply else [name for name, _ in names]
             loose["unfinished"] += gone
-        elif not owner and ages.aside:
-            loose["set aside"] += [
-                name for name, at in names if name.startswith(ASIDE) and now - at >= ages.older_s
-            ]
+    if ages.aside:
+        aside = objects.dated(f"{ASIDE}{below_run}")
+        loose["set aside"] += [name for name, at in aside if now - at >= ages.older_s]
     for what, names_of in loose.items():
         if apply and what != "unfinished":
             objects.delete(names_of)
@@ -294,6 +304,10 @@ def _delete_loose(tier: ZarrTier, owner: str, ages: Ages) -> list[str]:
         return []
     objects.delete(names)
     return names
+
+
+def _floors(entries: Iterable[Entry]) -> list[Floor]:
+    return [entry for entry in entries if isinstance(entry, Floor)]
 
 
 def _place(text: str) -> tuple[str, str, str]:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -291,6 +292,26 @@ def test_orphans_are_told(tier: ZarrTier, tmp_path: Path) -> None:
     assert base.key not in list(tier.list(""))
     tier.put([base])
     assert list(tier.orphans("")) == ["gpt-small/notes"]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_what_another_writer_has_finished_is_not_withdrawn(tmp_path: Path, late: bool) -> None:
+    """Two copy the same base; one fails, after the other's document was written."""
+    world = World()
+    base = world.base(1, state())
+    other = ZarrTier(LocalObjects(tmp_path))
+    other.put(world.roots())
+
+    class Failing(LocalObjects):
+        def put(self, name: str, *more: Any, **named: Any) -> bool:
+            if name == (f"{base.key}/zarr.json" if late else f"{base.key}/layers/param/zarr.json"):
+                other.put([base])
+                raise TierFullError("no room")
+            return super().put(name, *more, **named)
+
+    with pytest.raises(TierFullError):
+        ZarrTier(Failing(tmp_path)).put([base])
+    assert same(ZarrTier(LocalObjects(tmp_path)), [base])
 
 
 def test_a_stream_with_wrong_sizes(tier: ZarrTier, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import random
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,9 +15,10 @@ import pytest
 from adacheck_store.agent.control import _settings
 from adacheck_store.config import Settings
 from adacheck_store.format.errors import TierDamagedError, UsageError
-from adacheck_store.format.keys import log_key
-from adacheck_store.format.manifest import Floor, Tag
+from adacheck_store.format.keys import base_key, delta_key, extra_key, log_key
+from adacheck_store.format.manifest import Claim, Floor, Tag
 from adacheck_store.policy import Facts, Retention, chosen
+from adacheck_store.retention import below
 from adacheck_store.terms import (
     claim_term,
     last_index,
@@ -25,6 +27,7 @@ from adacheck_store.terms import (
     read_log,
     remove_tag,
 )
+from adacheck_store.tiers.base import Source
 from adacheck_store.tiers.object_local import LocalObjects
 from adacheck_store.tiers.zarr import ZarrTier
 from tests.core.kit import KeptTier
@@ -167,6 +170,51 @@ def test_floors_and_tags_that_come_at_once() -> None:
         assert len(tags) + len(floors) == sum(done) == 1
         outcomes.add(bool(tags))
     assert outcomes  # which of them wins is not ours to say
+
+
+class Meddled(KeptTier):
+    """A tier in which something happens right before the next entry of a log is put."""
+
+    before: Callable[[], None] | None = None
+
+    def put(self, sources: Sequence[Source]) -> None:
+        act, self.before = self.before, None
+        if act is not None:
+            act()
+        super().put(sources)
+
+
+def test_a_tag_in_the_place_of_one_taken_back() -> None:
+    """It comes below the entry of a floor that has not seen it, and the floor is made anew."""
+    far = Meddled("far")
+    term = str(claim_term(far, "run"))
+    put_tag(far, "run", term=term, name="first", step=20)
+
+    def exchange() -> None:
+        remove_tag(far, "run", "first")
+        put_tag(far, "run", term=term, name="good", step=5)
+
+    far.before = exchange
+    assert put_floor(far, "run", term=term, terms=(term,), step=9, kept=()) is None
+    (tag,) = [entry for entry in read_log(far, "run") if not isinstance(entry, Claim)]
+    assert isinstance(tag, Tag)
+    assert tag.name == "good"
+
+
+def test_what_a_tag_names_is_not_deleted_whatever_floors_say() -> None:
+    """A floor that died before it could be taken back deletes no tagged base or extra."""
+    far = KeptTier("far")
+    term = str(claim_term(far, "run"))
+    put_tag(far, "run", term=term, name="good", step=5)
+    floor = Floor(run="run", term=term, index=9, tier="far", terms=(term,), step=9)
+    keys = [
+        str(make("run", term, part, step))
+        for step in (4, 5) for make, part in
+        ((base_key, "p000000"), (delta_key, "p000000"), (extra_key, "r000000"))
+    ]  # fmt: skip
+    entries = [*read_log(far, "run"), floor]
+    assert below(keys, [floor]) == keys
+    assert below(keys, entries) == [*keys[:3], keys[4]]
 
 
 def test_an_agent_is_told_the_rules() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -9,22 +10,27 @@ import subprocess
 import sys
 import time
 from collections.abc import Set
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from adacheck_store.format.errors import NotProvableError, TierUnavailableError
-from adacheck_store.format.keys import parse_key
-from adacheck_store.policy import Retention
+from adacheck_store.format.canonical import dumps
+from adacheck_store.format.errors import NotProvableError, TierUnavailableError, UnsupportedError
+from adacheck_store.format.keys import Term, log_key, parse_key
+from adacheck_store.policy import Retention, from_settings, to_settings
 from adacheck_store.restore import Restored, restore_state
 from adacheck_store.retention import FloorChoice, plan_floor, raise_floor
+from adacheck_store.session import RunSession
 from adacheck_store.store import open_for_reading, open_store
-from adacheck_store.terms import claim_term, put_floor
+from adacheck_store.terms import CLAIM_S, Rivals, claim_term, put_floor
 from adacheck_store.tiers import failpoints
 from adacheck_store.tiers.base import Tier
 from adacheck_store.tiers.object_local import LocalObjects
+from adacheck_store.tiers.zarr import ZarrTier
+from adacheck_store.tiers.zarr_meta import group_document, read_attributes
 from adacheck_store.tools.gc import gc
 from tests.tools.stores import RUN, cli, cli_json, findings, keys_of, train, tree_digest
 
@@ -148,14 +154,73 @@ def test_a_base_that_does_not_verify_keeps_nothing(
     check(store, states, {0, 24, *range(32, END + 1)})
 
 
-def test_by_time_of_the_store(store: Path, states: dict[int, Restored]) -> None:
-    """Steps are told apart by when the store got them, not by this machine's clock."""
+@pytest.mark.parametrize("old", [False, True], ids=["said", "of an old writer"])
+def test_by_time(store: Path, states: dict[int, Restored], old: bool) -> None:
+    """Steps are told apart by when their bases were made, which a copy of the store leaves alone;
+    where a base does not say it, by when the store got it."""
     for step in range(0, END, 8):
-        for path in (store / "objects").glob(f"*/*/p000000/base/{step:012d}-*/zarr.json"):
-            os.utime(path, (1e9 + 1000 + 100 * step,) * 2)
+        (path,) = (store / "objects").glob(f"*/*/p000000/base/{step:012d}-*/zarr.json")
+        attributes, at = read_attributes(path.read_bytes()), 1e9 + 1000 + 100 * step
+        info = json.loads(attributes["info"])
+        if step:  # the first one is the toy's own
+            assert abs(datetime.fromisoformat(info["time"]).timestamp() - time.time()) < 3600
+        info.pop("time", None)
+        if not old:
+            info["time"] = datetime.fromtimestamp(at, UTC).isoformat()
+        path.write_bytes(group_document({**attributes, "info": dumps(info).decode()}))
+        os.utime(path, (at if old else 2e9 - at,) * 2)
     floor = collected(store, "--every-time", "1600s", "--apply")[0]
     assert list(floor["kept"]) == ["0", "8", "24"]
     check(store, states, {0, 8, 24, *range(32, END + 1)})
+
+
+def test_without_rules_those_of_the_trainer(tmp_path: Path) -> None:
+    """A bare gc gives up nothing that the run's writer keeps; rules that are given are obeyed."""
+    store = tmp_path / "store"
+    rules = Retention(last=100, every=16, every_s=1e9)
+    train(str(store), END, even=True, keep_bases=100, retention=rules)
+    assert collected(store) == []
+    floor = collected(store, "--last", 2)[0]
+    assert (floor["step"], floor["kept"]) == (32, {"0": ["every", "every_s"], "16": ["every"]})
+    assert collected(store, "--last", 2, "--drop-kept")[0]["kept"] == {}
+    with open_for_reading(str(store)) as opened:
+        row = next(iter(gc(opened, rules=Retention(last=4, every=8))))
+    assert (row.step, list(row.kept)) == (16, [0, 8])
+
+
+def test_rules_of_a_newer_program_are_not_guessed(store: Path) -> None:
+    """Nothing is decided by rules that cannot be understood; whoever names some goes on."""
+    told = to_settings(2, Retention(every=16))
+    assert from_settings(json.loads(json.dumps(told))) == (2, Retention(every=16))
+    assert from_settings({}) == (None, None)
+    told["keep"]["moon"] = "full"
+    with pytest.raises(UnsupportedError, match="moon"):
+        from_settings(told)
+
+
+def test_a_damaged_extra_of_a_tagged_step_stops_nothing(
+    store: Path, states: dict[int, Restored]
+) -> None:
+    """It stays with its whole pack, for whoever can mend it; all else goes."""
+    assert cli("tag", store, "good", 13).exit_code == 0
+    with open_for_reading(str(store)) as opened:
+        (pack,) = opened.far.holding(f"{keys_of(store, 'zarr', 'extra')[0][:-12]}{13:012d}")
+    path = store / "objects" / str(pack) / "zarr.json"
+    document = json.loads(path.read_text())
+    for record in document["attributes"]["records"]:
+        if record["key"].endswith(f"{13:012d}"):
+            record["id"] = "0" * len(record["id"])
+    path.write_text(json.dumps(document))
+    rows = collected(store, "--last", 2, "--apply")
+    assert [(row["tier"], row["done"]) for row in rows][:2] == [
+        ("zarr", "raised"),
+        ("zarr", "deleted"),
+    ]
+    assert path.exists()
+    with open_for_reading(str(store)) as opened:
+        assert provable([opened.far], states) == list(range(32, END + 1))
+    assert {parse_key(key).step for key in keys_of(store, "zarr", "base")} == {13, 32, 40}
+    assert findings(store)[0] == 1
 
 
 def test_best_by_what_is_tracked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,20 +330,24 @@ def test_what_puts_have_left(store: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert sorted(path.name for path in drafts.iterdir()) == ["b"]
     assert foreign.exists()
     assert aside.exists()
-    rows = {
-        row["what"]: row["count"] for row in collected(store, "--last", 100, "--apply", "--aside")
-    }
-    assert rows == {"set aside": 1}
-    assert not aside.exists()
+    more = ("--last", 100, "--apply", "--aside")
+    other = store / "objects" / "_aside" / "other" / "x"
+    other.parent.mkdir()
+    other.write_text("another run's")
+    os.utime(other, (1e9, 1e9))
+    for given, left in ((("--run", RUN), [True, False]), ((), [False, False])):
+        rows = {row["what"]: row["count"] for row in collected(store, *more, *given)}
+        assert rows == {"set aside": 1}
+        assert [other.exists(), aside.exists()] == left
 
 
 def test_a_floor_stands_for_the_grace_period_first(store: Path) -> None:
     """By the store's clock; what a killed gc has begun is gone on with."""
     began = time.monotonic()
-    collected(store, "--grace", "3s", "--apply")
+    collected(store, "--last", 2, "--grace", "3s", "--apply")
     assert time.monotonic() - began > 2.0
     with open_for_reading(str(store)) as opened:
-        assert {row.done for row in gc(opened, apply=True)} == {"stands"}
+        assert {row.done for row in gc(opened, last=2, apply=True)} == {"stands"}
 
 
 @pytest.mark.parametrize("age_s", [10, 700])
@@ -288,7 +357,7 @@ def test_a_claim_that_may_be_restoring_holds_floors_up(store: Path, age_s: int) 
         claim_term(opened.far, RUN, seen=["t000001-0000000000000000"])
     (entry,) = (store / "objects" / RUN / "log").glob("000000000002/zarr.json")
     os.utime(entry, (time.time() - age_s,) * 2)
-    rows = collected(store, "--apply")
+    rows = collected(store, "--last", 2, "--apply")
     if age_s < 600:
         assert [row["done"] for row in rows] == ["left"]
         assert "may be under way" in rows[0]["why"]
@@ -296,11 +365,62 @@ def test_a_claim_that_may_be_restoring_holds_floors_up(store: Path, age_s: int) 
         assert [row["done"] for row in rows] == ["raised", "deleted"] * 2
 
 
+def test_a_claim_lives_as_long_as_its_restore(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long it takes: it gives signs of life, and ends with them."""
+    monkeypatch.setattr("adacheck_store.terms.RENEW_S", 0.02)
+    claimed = store / "objects" / RUN / "log" / "000000000002" / "zarr.json"
+    seen: list[set[str]] = []
+
+    def aged() -> None:
+        for path in claimed.parent.parent.glob("*/zarr.json"):
+            os.utime(path, (time.time() - 700,) * 2)
+
+    def slow(*arguments: Any, **named: Any) -> Restored:
+        aged()
+        deadline = time.monotonic() + 60
+        while time.time() - claimed.stat().st_mtime > 600:
+            assert time.monotonic() < deadline, "no sign of life"
+            time.sleep(0.01)
+        seen.append({row["done"] for row in collected(store, "--last", 2)})
+        return restore_state(*arguments, **named)
+
+    monkeypatch.setattr("adacheck_store.session.restore_state", slow)
+    session = RunSession.open(str(store), RUN)
+    try:
+        restored = session.restore(step=3)
+    finally:
+        session.close()
+    assert restored is not None
+    assert seen == [{"left"}]
+    aged()
+    time.sleep(0.2)
+    assert {row["done"] for row in collected(store, "--last", 2)} == {"raised", "deleted"}
+
+
+def test_a_trainer_sees_signs_of_life(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A claim without them is dead to it after a while, one with them is not."""
+    clock = [1000.0]
+    monkeypatch.setattr("adacheck_store.terms.time.monotonic", lambda: clock[0])
+    with open_store(str(store), write=True) as opened:
+        far, old = opened.far, Term.parse("t000001-0000000000000000")
+        assert isinstance(far, ZarrTier)
+        claim = str(claim_term(far, RUN, seen=[str(old)]))
+        rivals = Rivals(far, RUN, old)
+        assert rivals.look() == ({claim}, set())
+        for _ in range(3):
+            clock[0] += CLAIM_S - 1
+            far.renew(str(log_key(RUN, 2)))
+            assert rivals.look() == ({claim}, set())
+        clock[0] += CLAIM_S + 1
+        assert rivals.look() == (set(), {claim})
+
+
 def test_a_near_tier_that_is_written_is_left_to_its_writer(store: Path) -> None:
     """The far one is collected all the same."""
     with open_store(str(store), write=True):
         done = subprocess.run(
-            [sys.executable, "-m", "adacheck_store", "gc", str(store), "--apply", "--grace", "0"],
+            [sys.executable, "-m", "adacheck_store", "gc", str(store), "--last", "2", "--apply",
+             "--grace", "0"],
             capture_output=True, text=True, timeout=120, check=False,
         )  # fmt: skip
     assert done.returncode == 0, done.stderr
