@@ -6,7 +6,7 @@ need none of it. What is said is JSON, and of an error its class, text and place
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from adacheck_store.format import canonical, errors, strict
@@ -23,7 +23,7 @@ class Group(Protocol):
 
     All ranks make the same calls in the same order, each from one thread. A rank that does not
     come in time is named by the `GroupError` that all others get; then the group is of no more
-    use.
+    use. ``lost`` are the ranks that are known to have died.
     """
 
     @property
@@ -34,6 +34,19 @@ class Group(Protocol):
     @property
     def size(self) -> int:
         """How many ranks there are."""
+        ...
+
+    @property
+    def lost(self) -> Collection[int]:
+        """Ranks that have died: nothing more will be heard of them."""
+        ...
+
+    def room(self, name: str) -> Group:
+        """The same ranks in a room of that name: what fails there is of no consequence here."""
+        ...
+
+    def leave(self) -> None:
+        """This rank comes to no further round: whoever waits for it fails at once."""
         ...
 
     def gather(self, data: bytes, timeout_s: float | None = None) -> Sequence[bytes]:
@@ -54,6 +67,14 @@ class SoloGroup:
 
     rank = 0
     size = 1
+    lost: Collection[int] = ()
+
+    def room(self, name: str) -> Group:
+        """This process."""
+        return self
+
+    def leave(self) -> None:
+        """Nobody waits."""
 
     def gather(self, data: bytes, timeout_s: float | None = None) -> Sequence[bytes]:
         """What this process gave."""
@@ -125,10 +146,12 @@ def share(
     return [said["value"] for said in answers]
 
 
-def together(group: Group, what: str, work: Callable[[], T]) -> T:
+def together(
+    group: Group, what: str, work: Callable[[], T], *, timeout_s: float | None = None
+) -> T:  # fmt: skip
     """Do ``work`` on every rank and return its own result once all have one; as `share`."""
     found: list[T] = []
-    share(group, what, lambda: found.append(work()))
+    share(group, what, lambda: found.append(work()), timeout_s=timeout_s)
     return found[0]
 
 

@@ -43,17 +43,22 @@ class Revisions:
         self._documents: list[RecordSource] = []
         self._lock = threading.Lock()
 
-    def follow(self, layout: Layout, step: int, sharing: Sharing | None = None) -> None:
+    def follow(
+        self, layout: Layout, step: int, sharing: Sharing | None = None, group: Group | None = None
+    ) -> None:
         """From this boundary on this rank's part has this layout: make the revision that says so.
 
         With a ``sharing`` the parts hold what it says; without one each rank's part holds all that
-        the rank has. Every rank calls it at the same step. Raises `GroupError` where one does not,
-        in time.
+        the rank has. Every rank calls it at the same step; they speak in ``group``. Raises
+        `GroupError` where one does not come in time: then others may have made the revision, and
+        the next one follows it, on all.
         """
+        group = group or self._group
         sealed = layout.seal(self._run)
-        layouts = share(
-            self._group, f"layout of step {step}", lambda: sealed.id, timeout_s=self._timeout_s
-        )
+        mine = [sealed.id, self._newest.step, self._newest.seal().id]
+        told = share(group, f"layout of step {step}", lambda: mine, timeout_s=self._timeout_s)
+        layouts = [each[0] for each in told]
+        _, previous = max(each[1:] for each in told)
         parts = tuple(
             PartEntry(
                 name=part_name(rank), layout=found, owner=rank,
@@ -62,14 +67,17 @@ class Revisions:
             for rank, found in enumerate(layouts)
         )  # fmt: skip
         redundancy = sharing.redundancy if sharing else None
-        if (parts, redundancy) == (self._newest.parts, self._newest.redundancy):
+        alike = all(each[2] == previous for each in told)
+        if alike and (parts, redundancy) == (self._newest.parts, self._newest.redundancy):
             return
         newest = dataclasses.replace(
-            self._newest, step=step, previous=self._newest.seal().id, parts=parts,
-            redundancy=redundancy,
-        )  # fmt: skip
+            self._newest, step=step, previous=previous, parts=parts, redundancy=redundancy
+        )
         if sharing is not None:
-            together(self._group, f"announce {step}", lambda: self._announce(newest, layout))
+            together(
+                group, f"announce {step}", lambda: self._announce(newest, layout),
+                timeout_s=self._timeout_s,
+            )  # fmt: skip
         revised = newest.seal(writer_info())
         with self._lock:
             self._newest = newest

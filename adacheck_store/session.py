@@ -264,11 +264,13 @@ class RunSession:
         self._run_threads(opened, layout)
         self._step = opened.manifest.step
 
-    def follow(self, layout: Layout, step: int, sharing: Sharing | None = None) -> None:
+    def follow(
+        self, layout: Layout, step: int, sharing: Sharing | None = None, group: Group | None = None
+    ) -> None:
         """From this boundary on the part has another layout; see `revisions.Revisions.follow`."""
         self._running()
         assert self._revisions is not None
-        self._revisions.follow(layout, step, sharing)
+        self._revisions.follow(layout, step, sharing, group)
 
     def _announce(self, manifest: Manifest, layout: Layout) -> None:
         if self._crew is not None:

@@ -21,6 +21,7 @@ from .extras import freeze
 from .held import typed_groups
 from .layouts import Binding
 from .loader import LoaderPosition
+from .narrow import capture_alike
 from .outside import OutsideWatch, SetCopy
 from .stager import HostBuffer, Stager, StateArea
 from .tracked import Tracked
@@ -57,6 +58,16 @@ class Assembly:
         self.watch = OutsideWatch(binding)
         self.stager.release_area(self.stager.area())  # page faults belong here, not in a step
         self.encoder = Encoder(binding, self._blocks, self._filled_area)
+
+    def narrowed(self, binding: Binding) -> Assembly:
+        """One of that binding, a part of this one's; itself where that is no other.
+
+        What is free of this one's memory is given back before: there need not be room for both.
+        """
+        if capture_alike(binding, self.binding):
+            return self
+        self.stager.drop()
+        return Assembly(binding, self._settings)
 
     def _filled_area(self) -> StateArea:
         area = self.stager.area()

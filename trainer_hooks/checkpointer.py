@@ -13,7 +13,8 @@ import torch
 
 from adacheck_store.config import Settings
 from adacheck_store.format.errors import AdaCheckError, OrderError, TermError, TierError, UsageError
-from adacheck_store.group import SOLO, Group
+from adacheck_store.group import SOLO, Group, together
+from adacheck_store.redundancy.shares import Sharing
 
 from .adopt import bare_of, fit
 from .assemble import Assembly, StartBoundary, gather_extras
@@ -159,14 +160,14 @@ class Checkpointer:
         self._capture.begin(assembly.binding, assembly.stager, assembly.watch)
         self._detection.captured_by(assembly.encoder.witness)
 
-    def _share(self) -> None:
-        """Look for copies on other ranks: what is found may be another's to keep from here on."""
-        found = self._detection.look(
-            self._step, self._rounds.total, self._whole, self._session.follow
-        )
+    def _adopt(self, found: Binding, step: int, sharing: Sharing, group: Group) -> None:
+        """Of copies on other ranks keep what is this rank's to keep: on all ranks, or on none."""
         assert self._assembly is not None
-        if found is not None and not found.alike(self._assembly.binding):
-            self._capture_part(Assembly(found, self._settings))
+        assembly, limit_s = self._assembly, self._settings.stall_timeout_s
+        made = together(group, "buffers", lambda: assembly.narrowed(found), timeout_s=limit_s)
+        self._session.follow(found.layout, step, sharing, group)
+        if made is not assembly:
+            self._capture_part(made)
             self._bases.moved = "copies on other ranks were found"
 
     @property
@@ -265,7 +266,9 @@ class Checkpointer:
             if self._bases.moved:
                 self._session.follow(self._assembly.binding.layout, self._step)
             elif self._detection.due(self._step):
-                self._share()
+                self._detection.look(
+                    self._step, self._rounds.total, self._whole, self._adopt
+                )  # fmt: skip
             if edited := self._assembly.watch.state_touched():
                 self._bases.state_touched()
             gap = self._bases.gap(self._step, self._session.wants_base(), self._assembly.binding)
@@ -281,7 +284,7 @@ class Checkpointer:
             return
         if boundary is None:
             boundary = self._assembly.failed(self._step, self._failure)
-        boundary.edited = edited
+        boundary.agreed, boundary.edited = self._detection.agreed(self._step), edited
         self._failure = None
         self._bases.handed_over(self._step)
         self._session.append(boundary)
@@ -302,7 +305,6 @@ class Checkpointer:
         buffer, updates = self._capture.take()
         based = gap is None and self._bases.besides(self._step, self._assembly.encoder.bounded)
         closed = self._assembly.boundary(self._step, buffer, updates, extras, gap, based=based)
-        closed.agreed = self._detection.agreed(self._step)
         if based or gap is not None:
             self._bases.exact = self._step
         return closed

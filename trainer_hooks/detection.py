@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 
 from adacheck_store.config import Settings, node_name
-from adacheck_store.format.errors import AdaCheckError
+from adacheck_store.format.errors import AdaCheckError, GroupError
 from adacheck_store.format.keys import part_name
-from adacheck_store.format.layout import Layout
 from adacheck_store.group import Group
-from adacheck_store.redundancy.agreement import Told, agreed, encode_told
-from adacheck_store.redundancy.detector import Detector
-from adacheck_store.redundancy.exchange import carry
+from adacheck_store.redundancy.agreement import Told, agreed, encode_told, name_of
+from adacheck_store.redundancy.detector import Detector, Finding
+from adacheck_store.redundancy.exchange import Rounds, carry
 from adacheck_store.redundancy.lead import AS_BEFORE, Lead
 from adacheck_store.redundancy.shares import Sharing, decode_sharing
 from adacheck_store.redundancy.sighting import (
@@ -39,28 +38,37 @@ from .layouts import Binding, Slot
 from .narrow import narrowed
 from .shards import is_replicated
 from .vigil import Vigil
-from .witness import Witnessing
+from .witness import Sets, Witnessing
 
 log = logging.getLogger(__name__)
 
 WRITER_S = 1.0
 """Longest wait, at a look, for the writer's digests of the step before."""
 
-Follow = Callable[[Layout, int, Sharing], None]
+Adopt = Callable[[Binding, int, Sharing, Group], None]
+"""Has this rank capture and write by an assignment from a step on: on all ranks of a group, or on
+none, where that raises."""
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """An assignment that all ranks write by: its name (see `name_of`), and of each state that this
+    rank shares a name for the ranks it shares it with. ``anything`` is shared by any.
+    """
+
+    name: str = ""
+    sets: Mapping[Place, str] = field(default_factory=dict)
+    anything: bool = False
 
 
 class Detection:
-    """A rank's part in finding copies; training thread only.
-
-    ``said`` is where it stands, in words.
-    """
+    """A rank's part in finding copies; training thread only."""
 
     def __init__(self, group: Group, settings: Settings) -> None:
         self._group, self._settings = group, settings
         self._why_off = "" if settings.redundancy == "auto" else "off"
         if group.size == 1:
             self._why_off = "one rank alone"
-        self.said = self._why_off
         self._vigil = Vigil(group, settings.stall_timeout_s)
         self.begin(settings.start_step, True)
 
@@ -71,13 +79,20 @@ class Detection:
         self._detector = Detector(self._group.rank, self._group.size)
         self._lead = Lead()
         self._updates = 0
-        self._sets: dict[Place, str] = {}
-        self._anything = False
-        self._vigil.rest()
+        self._looked = -1
+        self._by = Agreement()
         self._agreed = -1
+        self._failure = ""
         self._witnessing: Witnessing | None = None
-        if not self._why_off:
-            self.said = "nothing has been compared yet" if foldable else "updates are not folded"
+        self._vigil.watch(step, None)
+        self._found = self._why_off or (
+            "nothing has been compared yet" if foldable else "updates are not folded"
+        )
+
+    @property
+    def said(self) -> str:
+        """Where it stands, in words."""
+        return f"{self._found}; {self._failure}" if self._failure else self._found
 
     def due(self, step: int) -> bool:
         """Whether all ranks look at a boundary."""
@@ -89,72 +104,88 @@ class Detection:
         return regular or self._vigil.due(step) or self._vigil.due(step + 1)
 
     def _compares(self, made: int) -> bool:
-        """Whether ranks compare after so many boundaries: 2, 4, 8 ..., then as bases come.
+        """Whether ranks compare after so many boundaries: 2, 4, 8 ..., and as bases come.
 
-        Where nothing is shared there is nothing to watch: then 2, 4, 8 ... for ever. They look
-        at the boundary before, too. What is only now and then made equal, as by averaging every few
-        steps or by DDP's broadcast of buffers, is not so at two boundaries in a row.
+        Where nothing is shared there is nothing to watch: then 2, 4, 8 ... alone. So it is after a
+        look that failed, for nobody knows what others have made of it: there all come, whatever
+        they know. They look at the boundary before, too. What is only now and then made equal, as
+        by averaging every few steps or by DDP's broadcast of buffers, is not so at two boundaries
+        in a row.
         """
-        every = self._settings.base_every
-        regular = self._anything and made >= every
-        return made > 1 and (made % every == 0 if regular else made & (made - 1) == 0)
+        watched = self._by.anything and not self._failure
+        as_bases_come = watched and made % self._settings.base_every == 0
+        return made > 1 and (as_bases_come or made & (made - 1) == 0)
 
-    def look(self, step: int, updates: int, whole: Binding, follow: Follow) -> Binding | None:
-        """Look at a boundary; what this rank writes from there on, None if that stays as it is.
+    def look(self, step: int, updates: int, whole: Binding, adopt: Adopt) -> None:
+        """Look at a boundary, and ``adopt`` an assignment where all agree on another one.
 
-        ``updates`` were applied so far, ``whole`` is all that the rank holds. ``follow`` is told of
-        an assignment that all ranks have agreed on. Where a rank does not answer, or what it says
-        makes no sense, everything stays as it is, and nobody looks again.
+        ``updates`` were applied so far, ``whole`` is all that the rank holds. Where a rank does not
+        answer, or cannot follow, everything stays as it is, and all look again.
         """
-        rounds = self._detector.look(updates, sightings(whole, self._group.size))
-        updated, self._updates = updates > self._updates, updates
-        asked = self._compares(step - self._begun) or self._vigil.due(step)
-        if rounds is None or not asked:
-            return None
+        group = self._group.room(f"look/{step}")
         try:
-            held = holdings(carry(rounds, self._exchange))
-            told = encode_told(
-                Told(node=node_name(), updated=updated, held=held, witness=self._witness(step))
-            )
-            decide = partial(self._lead.decide, step)
-            agreement = agreed(self._group.rank, self._group.size, told, decide)
-            found = carry(agreement, self._exchange)
-            if not found:
-                return None
-            if found == AS_BEFORE:
-                self._agreed = step
-                self._watch()
-                return None
-            sharing = decode_sharing(found)
-            parts = [part_name(rank) for rank in range(self._group.size)]
-            self._sets = sets_of(sharing.redundancy, parts, self._group.rank)
-            self._anything = bool(shared(sharing.redundancy, parts))
-            names = [name for _, _, name in self._sets]
-            mine = narrowed(whole, sharing.written_by(self._group.rank), names)
-            follow(mine.layout, step, sharing)
-            self._agreed = step
-            self._watch()
-        except AdaCheckError as error:
-            self._on = False
-            self.said = f"{self.said}; copies are not compared any more: {error.message}"
-            log.warning("redundancy: at step %d: %s", step, self.said)
-            return None
-        self.said = str(sharing)
-        log.log(logging.WARNING if sharing.diverged else logging.INFO, "redundancy: %s", self.said)
-        return mine
+            rounds = self._detector.look(updates, sightings(whole, self._group.size))
+            before, self._looked = self._looked, step
+            updated, self._updates = updates > self._updates, updates
+            if self._compares(step - self._begun) or self._vigil.due(step):
+                self._vigil.begin()
+                if rounds is None or before != step - 1:
+                    raise GroupError("this rank has not looked at the step before")
+                self._agree(group, step, updated, rounds, whole, adopt)
+        except Exception as error:
+            group.leave()
+            self._failed(step, error)
 
-    def agreed(self, step: int) -> tuple[Place, ...] | None:
+    def _agree(
+        self, group: Group, step: int, updated: bool, rounds: Rounds[tuple[Finding, ...]],
+        whole: Binding, adopt: Adopt,
+    ) -> None:  # fmt: skip
+        """Compare with all ranks; they speak in a room of this look, which may fail alone."""
+        timeout_s = self._settings.stall_timeout_s
+
+        def exchange(messages: list[bytes]) -> Sequence[bytes]:
+            return group.exchange(messages, timeout_s)
+
+        held = holdings(carry(rounds, exchange))
+        told = Told(
+            node=node_name(), updated=updated, held=held, witness=self._witness(step),
+            by=self._by.name,
+        )  # fmt: skip
+        decide = partial(self._lead.decide, step)
+        found = carry(agreed(group.rank, group.size, encode_told(told), decide), exchange)
+        if found not in (b"", AS_BEFORE):
+            sharing = decode_sharing(found)
+            parts = [part_name(rank) for rank in range(group.size)]
+            sets = sets_of(sharing.redundancy, parts, group.rank)
+            names = [name for _, _, name in sets]
+            adopt(narrowed(whole, sharing.written_by(group.rank), names), step, sharing, group)
+            self._by = Agreement(name_of(found), sets, bool(shared(sharing.redundancy, parts)))
+            self._found = str(sharing)
+            level = logging.WARNING if sharing.diverged else logging.INFO
+            log.log(level, "redundancy: %s", self._found)
+        self._failure = ""
+        if found:
+            self._agreed = step
+        self._vigil.watch(self._agreed, self._witnessing if self._by.sets else None)
+
+    def _failed(self, step: int, error: Exception) -> None:
+        """All is as it was; look again, unless a rank is dead."""
+        words = error.message if isinstance(error, AdaCheckError) else repr(error)
+        self._failure = f"step {step}: copies could not be compared: {words}"
+        log.warning("redundancy: %s", self._failure)
+        if self._group.lost:
+            self._on = False
+            self._vigil.end()
+        else:
+            self._vigil.ask(step)
+
+    def agreed(self, step: int) -> Sets | None:
         """What this rank has copies of, where all were found equal at that step; else None."""
-        return tuple(self._sets) if step == self._agreed else None
+        return self._by.sets if step == self._agreed else None
 
     def captured_by(self, witnessing: Witnessing) -> None:
         """What changes shared states is witnessed there from here on."""
         self._witnessing = witnessing
-        self._watch()
-
-    def _watch(self) -> None:
-        if self._anything and self._witnessing is not None:
-            self._vigil.begin(self._agreed, self._sets, self._witnessing)
 
     def end(self) -> None:
         """Nobody looks any more."""
@@ -165,9 +196,6 @@ class Detection:
         if self._witnessing is None:
             return None
         return self._witnessing.awaited(step - 1, WRITER_S)
-
-    def _exchange(self, messages: list[bytes]) -> Sequence[bytes]:
-        return self._group.exchange(messages, self._settings.stall_timeout_s)
 
 
 def sightings(whole: Binding, ranks: int) -> Iterator[Sighting]:

@@ -26,7 +26,7 @@ from adacheck_store.format.errors import AdaCheckError
 from adacheck_store.format.layout import Layout, Section, align
 from adacheck_store.format.record import Record
 from adacheck_store.optimizers import arithmetic_digest, folds_alike
-from adacheck_store.redundancy.witness import Place, to_tree
+from adacheck_store.redundancy.witness import to_tree
 
 from .blocks import BlockWatch, sums_of
 from .capture_base import base_record, sealed_record
@@ -39,7 +39,7 @@ from .outside import SetCopy, Stored
 from .pending import sort_out
 from .stager import HostBuffer, StateArea
 from .updates import CapturedUpdate
-from .witness import Witnessing
+from .witness import Sets, Witnessing
 
 log = logging.getLogger(__name__)
 
@@ -286,7 +286,7 @@ class ClosedBoundary:
     based: bool = False
     flushes: bool = False
     apart: Sequence[SetCopy] = ()
-    agreed: Sequence[Place] | None = None
+    agreed: Sets | None = None
     edited: bool = False
     _content: tuple[DeltaBody, dict[str, torch.Tensor]] | None = None
 

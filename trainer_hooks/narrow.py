@@ -50,3 +50,9 @@ def _laid_out(whole: Binding, scopes: Mapping[str, str]) -> tuple[list[Section],
             sections.append(made)
             slots += [Slot(made, index, slot.item) for index, slot in enumerate(mine)]
     return sections, slots
+
+
+def capture_alike(one: Binding, other: Binding) -> bool:
+    """Whether both are alike, and capture the same of what others keep."""
+    names = [[slot.item.name for slot in (*each.captured, *each.watched)] for each in (one, other)]
+    return one.alike(other) and names[0] == names[1]

@@ -7,6 +7,7 @@ that no collective of ours comes between those of the training, and no device ta
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import logging
 import math
@@ -22,6 +23,9 @@ from adacheck_store.format.errors import GroupError, UsageError
 from adacheck_store.group import SOLO, Group, named
 
 from .life import DEAD, Life
+
+LEFT = b"left"
+"""What a rank that waits no longer says in the round to come: others need not wait either."""
 
 TIMEOUT_S = 600.0
 """Longest wait for the other ranks: each may have gigabytes to fetch and fold meanwhile."""
@@ -59,6 +63,7 @@ class StoreGroup:
 
         self.rank = rank
         self.size = size
+        self.lost: set[int] = set()
 
         def connect() -> Any:
             own = store.clone() if hasattr(store, "clone") else store
@@ -81,11 +86,10 @@ class StoreGroup:
         """What every rank gave, in the order of ranks; raises `GroupError` after the time-out."""
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         with self._speaking():
-            before, self._mine = self._mine, []
+            before = len(self._mine)
             self._say(data)
             found = self._hear(range(self.size), limit_s)
-            for key in before:  # whoever has come here has read what was said before
-                self._store.delete_key(key)
+            self._forget(before)
             return found
 
     def broadcast(self, data: bytes | None) -> bytes:
@@ -100,15 +104,21 @@ class StoreGroup:
     def exchange(self, messages: Sequence[bytes], timeout_s: float) -> Sequence[bytes]:
         """What each rank has sent to this one; raises `GroupError` after the time-out."""
         with self._speaking():
-            before, self._mine = self._mine, []
+            before = len(self._mine)
             place = f"{self._room}/{self._round}"
             keys = [f"{place}/{peer}/{self.rank}" for peer in range(self.size)]
             self._store.multi_set(keys, list(messages))
             self._mine += keys
             found = self._wait_for(range(self.size), f"{place}/{self.rank}", timeout_s)
-            for key in before:  # as in `gather`: whoever has come here has read them
-                self._store.delete_key(key)
+            self._forget(before)
             return found
+
+    def room(self, name: str) -> StoreGroup:
+        """The same ranks, once they have spoken, in a room of that name."""
+        room = copy.copy(self)
+        room._room = f"{self._room}/{name}"
+        room._round, room._broken = 0, None
+        return room
 
     def board(self) -> Board:
         """The board of these ranks; once they have spoken."""
@@ -128,12 +138,28 @@ class StoreGroup:
             why = str(error) if isinstance(error, GroupError) else (
                 f"the store of torch.distributed does not answer: {error}"
             )  # fmt: skip
+            self.leave()
             self._life = None
             self._broken = GroupError(
                 why, hint="all ranks must attach, restore and begin together; see the other "
                 "ranks' output, and start all of them again",
             )  # fmt: skip
             raise self._broken from error
+
+    def leave(self) -> None:
+        """This rank comes to no further round: whoever waits for it there fails at once."""
+        place = f"{self._room}/{self._round + 1}"
+        keys = [f"{place}/{self.rank}", *(f"{place}/{n}/{self.rank}" for n in range(self.size))]
+        with contextlib.suppress(RuntimeError, OSError):
+            if self._room:
+                self._store.multi_set(keys, [LEFT] * len(keys))
+                self._mine += keys
+
+    def _forget(self, count: int) -> None:
+        """Delete what was said first: whoever has come to this round has read it."""
+        for key in self._mine[:count]:
+            self._store.delete_key(key)
+        del self._mine[:count]
 
     def _open(self) -> str:
         """Rank 0 opens a room, and closes the door behind all others, named by their tokens."""
@@ -207,7 +233,10 @@ class StoreGroup:
             if self._life is not None:
                 self._life.await_({})
         found = dict(zip(keys, self._store.multi_get(list(keys.values())), strict=True))
+        if left := [rank for rank, said in found.items() if said == LEFT]:
+            raise GroupError(f"{named(left)} of {self.size} waited no longer")
         if dead := [rank for rank, said in found.items() if said == DEAD]:
+            self.lost.update(dead)
             raise GroupError(
                 f"{named(dead)} of {self.size} gave no sign of life for {self._silent_s:g} s"
             )
@@ -243,6 +272,13 @@ class Board:
         """The note of that name, if anybody has left it."""
         key = f"{self._room}/board/{name}"
         return self._store.get(key).decode() if self._store.check([key]) else None
+
+    def all(self, name: str) -> list[str] | None:
+        """What each rank has left under ``name/<rank>``; None while any has not."""
+        keys = [f"{self._room}/board/{name}/{rank}" for rank in range(self._size)]
+        if not self._store.check(keys):
+            return None
+        return [note.decode() for note in self._store.multi_get(keys)]
 
     def exchange(self, name: str, text: str, timeout_s: float) -> list[str]:
         """Leave a note of one's own, and wait for those of all ranks."""

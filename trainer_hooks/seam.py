@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeVar
 from adacheck_store.boundary import Boundary, Link
 from adacheck_store.format.layout import Layout
 from adacheck_store.format.record import Record
+from adacheck_store.group import Group
 from adacheck_store.redundancy.shares import Sharing
 
 T = TypeVar("T")
@@ -42,8 +43,10 @@ class Session(Protocol):
         """Do something on every rank; where it fails on any, all raise."""
         ...
 
-    def follow(self, layout: Layout, step: int, sharing: Sharing | None = None) -> None:
-        """Tell all ranks that from this boundary on the part has another layout."""
+    def follow(
+        self, layout: Layout, step: int, sharing: Sharing | None = None, group: Group | None = None
+    ) -> None:
+        """Tell all ranks, in ``group``, that from this boundary on the part has another layout."""
         ...
 
     def append(self, boundary: Boundary) -> None:

@@ -146,7 +146,7 @@ class StateArea(Landing):
 class Stager:
     """W+1 host buffers, and as many state areas as were ever needed at once.
 
-    ``acquire`` is called on the training thread, ``release`` on any.
+    ``acquire`` and ``drop`` are called on the training thread, ``release`` on any.
     """
 
     def __init__(
@@ -155,12 +155,26 @@ class Stager:
         here = (*binding.slots, *binding.captured)
         self.device = any(remote(slot.item.local) for slot in here)
         self._pinned = any(slot.item.local.is_cuda for slot in here)
-        self._binding = binding
+        self._binding, self._policy, self._block_bytes = binding, policy, block_bytes
         self._timeout_s = timeout_s
+        self._missing = 0
         self._free: queue.LifoQueue[HostBuffer] = queue.LifoQueue(maxsize=window + 1)
         self._areas: queue.LifoQueue[StateArea] = queue.LifoQueue(maxsize=window + 2)
         for _ in range(window + 1):
-            self._free.put_nowait(HostBuffer(binding, policy, block_bytes, self._pinned))
+            self._free.put_nowait(self._new())
+
+    def _new(self) -> HostBuffer:
+        return HostBuffer(self._binding, self._policy, self._block_bytes, self._pinned)
+
+    def drop(self) -> None:
+        """Give the memory of what is free back; what is needed after all is made anew."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._free.get_nowait()
+                self._missing += 1
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._areas.get_nowait()
 
     def acquire(self) -> HostBuffer:
         """A free buffer; raises `TierBusyError` if none is released in time.
@@ -168,8 +182,12 @@ class Stager:
         One that was given up unread may have copies on their way: those are waited for here.
         """
         try:
-            buffer = self._free.get(timeout=self._timeout_s)
+            buffer = self._free.get(timeout=0 if self._missing else self._timeout_s)
         except queue.Empty:
+            if self._missing:
+                buffer = self._new()
+                self._missing -= 1
+                return buffer
             raise TierBusyError(
                 f"no capture buffer was released within {self._timeout_s:g} s",
                 hint="the tier is too slow; this step is not kept",

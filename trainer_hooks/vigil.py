@@ -1,78 +1,81 @@
 """The vigil: between two looks a thread sees that witnesses differ, and has all ranks look at once.
 
 Ranks post short digests of their witnesses on the board, rank 0 reads them. The training thread
-takes no part in that. Where something is wrong the ranks agree, as for a stop (`grace`), at which
-boundary they look: each says up to where it goes by itself.
+takes no part in that. Where something is wrong, or a look has failed, the ranks agree, as for a
+stop (`grace`), at which boundary they look: each says up to where it goes by itself.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-import xxhash
 
 from adacheck_store.format import canonical, strict
 from adacheck_store.format.errors import AdaCheckError, UsageError
 from adacheck_store.group import Group
-from adacheck_store.redundancy.witness import DIGEST_BYTES, Place, Witness
 
 from . import background
 from .ranks import Board, find_board
-from .witness import Witnessing
+from .witness import Brief, Witnessing
 
 log = logging.getLogger(__name__)
 
 POLL_S = 0.25
 """How often ranks post and look, with up to 64 ranks; with more as much less often."""
 
+RETRY_S = 10.0
+"""Longest pause before the board is tried again that could not be reached."""
+
 AHEAD = 2
 """Boundaries that a rank may close before it has to know where all look."""
 
-Sets = Mapping[Place, str]
-"""Of each state that a rank shares a name for the ranks it shares it with."""
+AGREE_S = 10.0
+"""Longest wait for the threads of all ranks to say up to where each goes by itself."""
+
+REST = 8, 512
+"""Boundaries after a look that was asked for before the next may be: first, and at most."""
 
 
 class Vigil:
-    """A rank's part; `begin`, `reached` and `due` are the training thread's."""
+    """A rank's part; all but the thread's own methods are the training thread's.
+
+    Every rank begins it at the same boundary, whatever it shares. It keeps to itself what goes
+    wrong, and tries again.
+    """
 
     def __init__(self, group: Group, timeout_s: float) -> None:
-        self._group, self._timeout_s = group, timeout_s
+        self._group, self._timeout_s = group, min(timeout_s, AGREE_S)
         self._every_s = POLL_S * max(1.0, group.size / 64)
-        self._board: Board | None = None
         self._thread: threading.Thread | None = None
         self._changed = threading.Condition()
         self._ended = False
-        self._step = -1
+        self._step = self._since = self._failed = -1
         self._free: int | None = None
         self._look: int | None = None
-        self._calls = 0
-        self._quiet = -1
-        self._sets: Sets = {}
+        self._call = 0
+        self._quiet, self._rest = -1 - REST[1], REST[0]
         self._witnessing: Witnessing | None = None
+        self._posted = ""
+        self._heard: Sequence[str] | None = None
 
-    def rest(self) -> None:
-        """Nothing is shared for the time being."""
-        with self._changed:
-            self._sets, self._witnessing = {}, None
+    def begin(self) -> None:
+        """Start the thread, if it was not started before."""
+        if self._thread is None:
+            self._thread = background.start("adacheck-vigil", self._run)
 
-    def begin(self, step: int, sets: Sets, witnessing: Witnessing) -> None:
-        """From this step on these states of this rank are shared, and witnessed there.
-
-        Every rank calls it, once any shares something.
+    def watch(self, step: int, witnessing: Witnessing | None) -> None:
+        """At this step all were found equal; what this rank shares is witnessed there (None: it
+        shares nothing).
         """
         with self._changed:
-            self._sets, self._witnessing = sets, witnessing
-            self._quiet = max(self._quiet, step)
-        if self._thread is None:
-            try:
-                self._board = find_board(self._group)
-            except UsageError as error:
-                log.info("copies are compared at looks alone: %s", error)
-                return
-            self._thread = background.start("adacheck-vigil", self._run)
+            self._witnessing, self._since, self._failed = witnessing, step, -1
+
+    def ask(self, step: int) -> None:
+        """A look at this step has failed here: another one is wanted, until one succeeds."""
+        with self._changed:
+            self._failed = step
 
     def reached(self, step: int) -> None:
         """A boundary is about to be closed: wait here if it is not known yet where all look."""
@@ -83,9 +86,14 @@ class Vigil:
                     lambda: self._look is not None or self._free is None, timeout=self._timeout_s
                 )
             if self._look is not None and step > self._look:
-                self._quiet = step + (8 << min(self._calls, 6))
+                self._rested()
                 self._free = self._look = None
-                self._calls += 1
+
+    def _rested(self) -> None:
+        """Ask for no look soon: each time for longer, unless the last one was long ago."""
+        calm = self._step > self._quiet + REST[1]
+        self._rest = REST[0] if calm else min(2 * self._rest, REST[1])
+        self._quiet = self._step + self._rest
 
     def due(self, step: int) -> bool:
         """Whether all ranks compare at a boundary because the vigil asks for it."""
@@ -99,71 +107,90 @@ class Vigil:
     # The thread ------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        assert self._board is not None
-        try:
-            while not self._ended and not background.pause(self._every_s):
-                self._round(self._board)
-            if self._free is None:
-                self._board.post(f"free/{self._calls}/{self._group.rank}", str(self._step))
-        except (AdaCheckError, RuntimeError, OSError, ValueError) as error:
-            log.info("copies are compared at looks alone from here on: %s", error)
-            with self._changed:
-                self._free = None
-                self._changed.notify_all()
+        board: Board | None = None
+        pause_s = self._every_s
+        while not self._ended and not background.pause(pause_s):
+            try:
+                board = board or find_board(self._group)
+                self._round(board)
+                pause_s = self._every_s
+            except UsageError as error:
+                log.info("copies are compared at looks alone: %s", error)
+                return
+            except (AdaCheckError, RuntimeError, OSError, ValueError, KeyError) as error:
+                log.info("ranks do not hear of each other's copies for now: %s", error)
+                board, self._posted, pause_s = None, "", min(2 * pause_s, RETRY_S)
+                with self._changed:
+                    if self._free is not None:
+                        self._rested()
+                    self._free = None
+                    self._changed.notify_all()
+        if board is not None and self._free is None:
+            try:
+                board.post(f"free/{self._call + 1}/{self._group.rank}", str(self._step))
+            except (RuntimeError, OSError) as error:
+                log.debug("the last word was not heard: %s", error)
 
     def _round(self, board: Board) -> None:
         if self._look is not None:
             return
-        board.post(f"witness/{self._group.rank}", self._told())
-        if self._group.rank == 0 and (found := self._differing(board)) >= 0:
-            log.warning("redundancy: copies differ at step %d: all ranks look", found)
-            board.post(f"look/{self._calls}", str(found))
-        if board.look(f"look/{self._calls}") is not None:
+        told = self._told()
+        if told != self._posted:
+            board.post(f"witness/{self._group.rank}", told)
+            self._posted = told
+        if self._group.rank == 0 and (why := self._wrong(board)):
+            log.warning("redundancy: %s: all ranks look", why)
+            board.post("look", str(self._call + 1))
+        called = board.look("look")
+        if called is not None and int(called) > self._call:
+            self._call = int(called)  # whatever becomes of it: the next one has another number
             self._agree(board)
 
     def _agree(self, board: Board) -> None:
         with self._changed:
             self._free = free = self._step + AHEAD
-        found = board.exchange(f"free/{self._calls}", str(free), self._timeout_s)
+        found = board.exchange(f"free/{self._call}", str(free), self._timeout_s)
         with self._changed:
             self._look = max(int(text) for text in found) + 2  # looks are in pairs
             self._changed.notify_all()
 
     def _told(self) -> str:
-        """What this rank tells of the last steps: of each set of ranks 64 bits, of each step."""
-        with self._changed:
-            sets, witnessing = self._sets, self._witnessing
-        lately = witnessing.lately() if witnessing is not None else {}
-        steps = {str(step): _short(each, sets) for step, each in lately.items()}
-        return canonical.dumps(steps).decode()
+        """What this rank tells: of the last steps what it shares with whom, and of a failed look.
 
-    def _differing(self, board: Board) -> int:
-        """The newest step of which all ranks have told, if they differ; -1 if nothing is wrong."""
-        told: list[Mapping[str, Any]] = []
-        for rank in range(self._group.size):
-            text = board.look(f"witness/{rank}")
-            if text is None:
-                return -1
-            told.append(strict.fields(canonical.loads(text.encode())))
-        common = set.intersection(*(set(map(int, each)) for each in told))
+        Of the steps None where it shares nothing: it can miss nothing either.
+        """
+        with self._changed:
+            witnessing, failed = self._witnessing, self._failed
+        steps = None
+        if witnessing is not None:
+            steps = {str(step): dict(brief) for step, brief in witnessing.lately().items()}
+        return canonical.dumps({"steps": steps, "failed": failed}).decode()
+
+    def _wrong(self, board: Board) -> str:
+        """Why all ranks are to look, from what they tell (rank 0); empty if nothing is wrong."""
+        heard = board.all("witness")
+        if heard is None or heard == self._heard or self._step <= self._quiet:
+            return ""
+        told = [strict.fields(canonical.loads(each.encode()), "steps", "failed") for each in heard]
+        failed = max(strict.integer(each["failed"]) for each in told)
+        if failed >= 0:
+            return f"at step {failed} copies could not be compared"
+        found = self._differing([strict.fields(t["steps"]) for t in told if t["steps"] is not None])
+        if found >= 0:
+            return f"copies differ at step {found}"
+        self._heard = heard
+        return ""
+
+    def _differing(self, told: Sequence[Mapping[str, Any]]) -> int:
+        """The newest step of which all have told, if they differ; -1 if nothing is wrong."""
+        common = set.intersection(*(set(map(int, each)) for each in told)) if told else set()
         step = max(common, default=-1)
-        if step <= self._quiet:
+        if step <= self._since:
             return -1
         known: dict[str, Any] = {}
         for each in told:
-            for name, value in each[str(step)].items():
+            brief: Brief = each[str(step)]
+            for name, value in brief.items():
                 if known.setdefault(name, value) != value or value == "":
                     return step
         return -1
-
-
-def _short(witness: Witness, sets: Sets) -> dict[str, str]:
-    """Of each set of ranks the digest of what is shared with them; empty where it is not known."""
-    parts: dict[str, bytes] = {}
-    if witness.since < 0 or len(witness.digests) != DIGEST_BYTES * len(sets):
-        return dict.fromkeys(sets.values(), "")
-    for number, name in enumerate(sets.values()):
-        at = DIGEST_BYTES * number
-        parts[name] = parts.get(name, b"") + witness.digests[at : at + DIGEST_BYTES]
-    begun = witness.since.to_bytes(8, "little")
-    return {name: xxhash.xxh3_64_hexdigest(begun + data) for name, data in parts.items()}

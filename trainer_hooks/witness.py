@@ -7,7 +7,7 @@ such as are made for nothing else of what another rank writes.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -28,35 +28,46 @@ if TYPE_CHECKING:
 ABSENT = b"no gradient"
 STATE_EDITED = "the optimizer's state was changed between its steps"
 
-REMEMBERED = 64
+REMEMBERED = 32
 """Steps of which what was told is remembered."""
+
+Sets = Mapping[Place, str]
+"""Of each state that a rank shares a name for the ranks it shares it with."""
+
+Brief = Mapping[str, str]
+"""Of each set of ranks 64 bits of what is shared with them; empty where that is not known."""
 
 
 class Witnessing:
     """A digest of each shared state, that of the one before and of what has changed it since.
 
     Steps come in order; what does not follow the step before ends it until all are equal again.
-    ``places`` are in the order in which a manifest has them. Any thread.
+    It begins with the first look; before that nothing is told. Any thread.
     """
 
     def __init__(self, binding: Binding) -> None:
         self._lock = threading.Condition()
         self._trained = {slot.item.name: n for n, slot in enumerate(binding.captured)}
         self._group = [slot.piece.group for slot in binding.captured]
-        self._names: tuple[str, ...] = ()
+        self._seen = {slot.item.name for slot in (*binding.captured, *binding.watched)}
         self._chain: dict[str, bytes] = {}
+        self._by_set: dict[str, list[str]] = {}
         self._since = self._step = -1
         self._trouble = ""
-        self._told: dict[int, Witness] = {}
+        self._told: dict[int, tuple[Witness, Brief]] = {}
 
-    def begin(self, step: int, places: Sequence[Place]) -> None:
-        """At this step all copies of these states are equal."""
+    def begin(self, step: int, sets: Sets) -> None:
+        """At this step all copies of these states are equal; they are in a manifest's order."""
         with self._lock:
             if step <= self._step:
                 return
-            self._names = tuple(name for _, _, name in places)
-            self._chain = dict.fromkeys(self._names, b"")
+            self._chain = {name: b"" for _, _, name in sets}
+            self._by_set = {}
+            for (_, _, name), ranks in sets.items():
+                self._by_set.setdefault(ranks, []).append(name)
             self._since = self._step = step
+            if not self._chain.keys() <= self._seen:
+                self._since = -1  # a digest that nothing changes would be equal for ever
             self._trouble = ""
             self._told.clear()
             self._remember()
@@ -64,7 +75,7 @@ class Witnessing:
     def follows(self, step: int) -> bool:
         """Whether a step is the next one to take in: those before it may still be on their way."""
         with self._lock:
-            return bool(self._names) and self._step == step - 1
+            return 0 <= self._step == step - 1
 
     def advance(
         self, step: int, updates: Sequence[CapturedUpdate], copies: Sequence[SetCopy],
@@ -75,7 +86,7 @@ class Witnessing:
         ``edited``: optimizers' state was changed, and not by their steps. No digest tells of that.
         """
         with self._lock:
-            if not self._names or step <= self._step:
+            if self._step < 0 or step <= self._step:
                 return
             if edited:
                 self._trouble = STATE_EDITED
@@ -96,8 +107,15 @@ class Witnessing:
 
     def _remember(self) -> None:
         none = bytes(DIGEST_BYTES)
-        digests = b"".join(self._chain[name] or none for name in self._names)
-        self._told[self._step] = Witness(since=self._since, digests=digests, trouble=self._trouble)
+        digests = b"".join([each or none for each in self._chain.values()])
+        brief = dict.fromkeys(self._by_set, "")
+        if self._since >= 0:
+            begun = self._since.to_bytes(8, "little")
+            for ranks, names in self._by_set.items():
+                data = b"".join([self._chain[name] for name in names])
+                brief[ranks] = xxhash.xxh3_64_hexdigest(begun + data)
+        told = Witness(since=self._since, digests=digests, trouble=self._trouble)
+        self._told[self._step] = told, brief
         if len(self._told) > REMEMBERED:
             del self._told[min(self._told)]
         self._lock.notify_all()
@@ -105,7 +123,7 @@ class Witnessing:
     def _take_in(self, update: CapturedUpdate) -> None:
         groups = [canonical.dumps(canonical.to_json(g)) for g in typed_groups(update.groups)]
         used = [xxhash.xxh3_128_digest(each) for each in groups]
-        for name in self._names:
+        for name in self._chain:
             number = self._trained.get(name)
             if number is None or number not in update.area.views:
                 continue
@@ -118,23 +136,23 @@ class Witnessing:
     def of(self, step: int) -> Witness | None:
         """What to tell of a step; None where nothing is shared."""
         with self._lock:
-            if not self._names:
+            if not self._chain:
                 return None
-            unknown = Witness(since=-1, digests=bytes(DIGEST_BYTES * len(self._names)))
-            return self._told.get(step, unknown)
+            unknown = Witness(since=-1, digests=bytes(DIGEST_BYTES * len(self._chain)))
+            return self._told.get(step, (unknown, {}))[0]
 
     def awaited(self, step: int, timeout_s: float) -> Witness | None:
         """What is told of a step, once it is taken in; with what troubles this rank by now."""
         with self._lock:
-            if self._names:
+            if self._step >= 0:
                 self._lock.wait_for(lambda: self._step >= step, timeout=timeout_s)
             found = self._told.get(step)
-            return found and replace(found, trouble=self._trouble)
+            return found and replace(found[0], trouble=self._trouble)
 
-    def lately(self) -> dict[int, Witness]:
-        """What was told of the last steps."""
+    def lately(self) -> dict[int, Brief]:
+        """What is told of the last steps, in brief."""
         with self._lock:
-            return dict(self._told)
+            return {step: brief for step, (_, brief) in self._told.items()}
 
 
 def _digest(tensor: torch.Tensor) -> bytes:

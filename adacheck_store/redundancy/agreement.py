@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import xxhash
+
 from adacheck_store.format import canonical, strict
 from adacheck_store.format.errors import AdaCheckError, GroupError
 
@@ -41,13 +43,20 @@ def agreed(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
     """What a rank tells of itself: its node, whether it has made an update between its two looks,
-    what it holds, and its witness of a step lately (None: it has none).
+    what it holds, its witness of a step lately (None: it has none), and by which assignment it
+    writes, as `name_of` it (empty: by none, all that it holds).
     """
 
     node: str
     updated: bool
     held: tuple[Holding, ...]
     witness: Witness | None = None
+    by: str = ""
+
+
+def name_of(assignment: bytes) -> str:
+    """A short name for an assignment as rank 0 has sent it."""
+    return xxhash.xxh3_128_hexdigest(assignment)
 
 
 def encode_told(told: Told) -> bytes:
@@ -66,14 +75,16 @@ def encode_told(told: Told) -> bytes:
     witness = said and [said.since, said.digests.hex(), said.trouble]
     return canonical.dumps(
         {"node": told.node, "updated": told.updated, "held": rows, "witness": witness,
-         "sets": [sorted(each) for each in sets]}
+         "by": told.by, "sets": [sorted(each) for each in sets]}
     )  # fmt: skip
 
 
 def decode_told(data: bytes, rank: int) -> Told:
     """Inverse of `encode_told`; raises `GroupError` that names the rank."""
     try:
-        said = strict.fields(canonical.loads(data), "node", "updated", "sets", "held", "witness")
+        said = strict.fields(
+            canonical.loads(data), "node", "updated", "sets", "held", "witness", "by"
+        )
         sets = [
             frozenset(strict.count(one) for one in strict.items(ranks))
             for ranks in strict.items(said["sets"])
@@ -105,6 +116,7 @@ def decode_told(data: bytes, rank: int) -> Told:
         return Told(
             node=strict.text(said["node"]), updated=bool(said["updated"]), held=tuple(held),
             witness=None if said["witness"] is None else _witness(said["witness"]),
+            by=strict.text(said["by"], empty=True),
         )  # fmt: skip
     except (AdaCheckError, ValueError, TypeError, IndexError) as error:
         raise GroupError(

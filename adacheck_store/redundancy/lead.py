@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from adacheck_store.format.keys import part_name
@@ -11,7 +11,7 @@ from adacheck_store.group import named
 from adacheck_store.placement import Node
 
 from . import witness
-from .agreement import decode_told
+from .agreement import decode_told, name_of
 from .assign import Topology
 from .exchange import Ranks
 from .shares import Sharing, StateKey, owners_of, shares
@@ -32,19 +32,23 @@ class Lead:
 
     def __init__(self) -> None:
         self._before: Sharing | None = None
+        self._name = ""
         self._states: tuple[State, ...] = ()
         self._owners: Mapping[StateKey, int] = {}
-        self._agreed = -1
+        self._agreed = self._doubted = -1
+        self._differed: dict[tuple[str, int], int] = {}
         self._apart = Apart()
 
     def decide(self, step: int, heard: Sequence[bytes]) -> bytes:
         """The assignment that follows from what all ranks hold, or `AS_BEFORE`.
 
-        Empty where a rank has made no update: equal tensors that stood still prove nothing.
+        Empty where a rank has made no update: equal tensors that stood still prove nothing. Where a
+        rank does not write by the last assignment, for it failed there, all are sent another.
         Raises `GroupError` where ranks do not agree on who holds what.
         """
         told = [decode_told(data, rank) for rank, data in enumerate(heard)]
-        verdict = self._hear(step, [each.witness for each in told])
+        followed = self._before is not None and all(each.by == self._name for each in told)
+        verdict = self._hear(step, [each.witness for each in told]) if followed else Verdict()
         if not all(each.updated for each in told):
             return b""
         held = {rank: each.held for rank, each in enumerate(told)}
@@ -56,23 +60,38 @@ class Lead:
         )
         apart = compare(before, held, step=step, agreed=self._agreed)
         within = {rank: self._apart.within(rank, each) for rank, each in held.items()}
-        self._states = tuple(_told(states(within), apart))
+        self._states = tuple(self._told(states(within), apart))
         found = shares(self._states, where, owners=self._owners)
         self._owners = owners_of(found)
         words = (*_words(step, verdict), *map(str, apart), *unlike(held))
-        sharing = Sharing.of(found, self._agreed if apart else step, words)
+        if followed:  # what it says of the steps before it is in force
+            self._doubted = -1
+        if apart and self._doubted < 0:
+            self._doubted = self._agreed
+        sharing = Sharing.of(found, self._doubted if self._doubted >= 0 else step, words)
         self._agreed = step
-        if self._before is not None and sharing.alike(self._before):
+        if followed and self._before is not None and sharing.alike(self._before):
             return AS_BEFORE
-        self._before = sharing
-        return sharing.encode()
+        found_now = sharing.encode()
+        self._before, self._name = sharing, name_of(found_now)
+        return found_now
+
+    def _told(self, found: Iterable[State], apart: Sequence[Divergence]) -> Iterator[State]:
+        """The states, with why those that came apart have fewer copies than they had."""
+        now = {(each.spot.name, rank): each.step for each in apart for rank in each.ranks}
+        self._differed |= now
+        for state in found:
+            places = [(state.name, rank) for rank in state.copies]
+            if len(places) > 1:  # they are copies of each other, at least
+                for place in set(places) - now.keys():
+                    self._differed.pop(place, None)
+            steps = [self._differed[place] for place in places if place in self._differed]
+            why = f"differed from its copies at step {min(steps)}" if steps else state.why
+            yield state._replace(why=why)
 
     def _hear(self, step: int, said: Sequence[Witness | None]) -> Verdict:
         """Take in what all ranks tell of the step before."""
-        if self._before is None or any(
-            each and each.since not in (-1, self._agreed) for each in said
-        ):
-            return Verdict()
+        assert self._before is not None
         parts = [part_name(rank) for rank in range(len(said))]
         verdict = witness.compare(self._before.redundancy, parts, dict(enumerate(said)))
         self._apart.add(step, verdict)
@@ -106,45 +125,55 @@ def _words(step: int, verdict: Verdict) -> list[str]:
 class Apart:
     """What is no copy whatever its bytes are now: ranks have changed it in different ways.
 
-    Else it would be taken for one again at each look, and be apart at the step after.
+    Else it would be taken for one again at each look, and be apart at the step after. Of a tensor
+    each rank has a mark, and those have copies that have the same: also such as hold the parameter
+    alone, which no witness tells of. Ranks that could not tell at the last look have none.
     """
 
     def __init__(self) -> None:
-        self._sides: dict[tuple[int, str], Ranks] = {}
-        self._lone: set[int] = set()
+        self._marks: dict[str, dict[int, int]] = defaultdict(dict)
+        self._lone: Ranks = frozenset()
         self._since: dict[str, int] = {}
+        self._made = 0
 
     def add(self, step: int, verdict: Verdict) -> None:
         """At a step this was found."""
-        self._lone.update(verdict.troubles)
+        self._lone = frozenset(verdict.troubles)
         for each in verdict.partings:
             name = each.place[2]
             self._since.setdefault(name, step)
-            for side in each.sides:
+            parts: dict[tuple[int, int], int] = {}
+            for number, side in enumerate(each.sides):
                 for rank in side:
-                    self._sides[rank, name] = side & self._sides.get((rank, name), side)
+                    known = (self._marks[name].get(rank, 0), number)
+                    if known not in parts:
+                        self._made += 1
+                        parts[known] = self._made
+                    self._marks[name][rank] = parts[known]
 
     def within(self, rank: int, held: Sequence[Holding]) -> tuple[Holding, ...]:
         """What a rank holds, without those copies."""
         return tuple(self._cut(rank, each) for each in held)
 
     def _cut(self, rank: int, held: Holding) -> Holding:
-        side = self._sides.get((rank, held.name))
-        if side is None and not self._lone:
+        marks = self._marks.get(held.name)
+        if marks is None and not self._lone:
             return held
-        why = ""
-        if side is not None:
+        why = LONE
+        if marks is not None:
             why = f"was updated otherwise than its copies, seen at step {self._since[held.name]}"
 
         def cut(one: Side | None) -> Side | None:
             if one is None:
                 return None
-            copies = one.copies - self._lone if side is None else one.copies & side - self._lone
-            copies |= {rank}
-            if rank in self._lone:
-                copies = frozenset((rank,))
-            same = copies == one.copies and side is None
-            return one if same else replace(one, copies=copies, why=one.why or why or LONE)
+            mine = (marks or {}).get(rank, 0)
+            copies = frozenset(
+                other for other in one.copies
+                if (marks or {}).get(other, 0) == mine and not self._lone & {rank, other}
+            ) | {rank}  # fmt: skip
+            if copies == one.copies and rank not in (marks or {}):
+                return one
+            return replace(one, copies=copies, why=one.why or why)
 
         return replace(held, param=cut(held.param), optimizer=cut(held.optimizer))
 
@@ -173,12 +202,3 @@ def compare(
 def _same(piece: Piece, state: State) -> bool:
     """Whether a side is that of a state: its piece, or a whole parameter of which it is a part."""
     return piece == state.piece or piece.elements > state.piece.elements
-
-
-def _told(found: Iterable[State], apart: Sequence[Divergence]) -> Iterable[State]:
-    """The states, with why those that came apart have fewer copies than they had."""
-    at = {(each.spot.name, rank): each.step for each in apart for rank in each.ranks}
-    for state in found:
-        steps = [at[state.name, rank] for rank in state.copies if (state.name, rank) in at]
-        why = f"differed from its copies at step {min(steps)}" if steps else state.why
-        yield state._replace(why=why)

@@ -39,6 +39,18 @@ class ThreadGroup:
         self.rank, self.size, self._talk = rank, size, talk
         self._round = 0
 
+    @property
+    def lost(self) -> set[int]:
+        """Ranks that have ended."""
+        return self._talk.dead
+
+    def room(self, name: str) -> ThreadGroup:
+        """The same room."""
+        return self
+
+    def leave(self) -> None:
+        """Who waits goes on waiting."""
+
     def gather(self, data: bytes, timeout_s: float | None = None) -> Sequence[bytes]:
         """What every rank gave."""
         self._round += 1

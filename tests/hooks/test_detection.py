@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from adacheck_store.config import Settings
+from adacheck_store.format.errors import GroupError
 from adacheck_store.redundancy.sighting import Standing
-from adacheck_store.trainer_hooks.detection import Detection, sightings
+from adacheck_store.trainer_hooks.detection import Agreement, Detection, sightings
 from adacheck_store.trainer_hooks.layouts import bind
 from adacheck_store.trainer_hooks.narrow import narrowed
 
@@ -67,7 +68,7 @@ def test_the_tensors_that_a_rank_writes(trained):
 class Two:
     """As much of a group as is asked here."""
 
-    rank, size = 0, 2
+    rank, size, lost = 0, 2, ()
 
 
 def test_ranks_look_in_pairs_and_then_where_bases_are_due():
@@ -75,9 +76,13 @@ def test_ranks_look_in_pairs_and_then_where_bases_are_due():
     detection = Detection(Two(), Settings(base_every=20, redundancy="auto"))
     looked = [step for step in range(1, 70) if detection.due(step)]
     assert looked == [1, 2, 3, 4, 7, 8, 15, 16, 31, 32, 63, 64]
-    detection._anything = True
+    detection._by = Agreement(anything=True)
     looked = [step for step in range(1, 70) if detection.due(step)]
-    assert looked == [1, 2, 3, 4, 7, 8, 15, 16, 19, 20, 39, 40, 59, 60]
+    assert looked == [1, 2, 3, 4, 7, 8, 15, 16, 19, 20, 31, 32, 39, 40, 59, 60, 63, 64]
+    detection._failed(60, GroupError("rank 1 did not come"))
+    assert detection._vigil._failed == 60
+    looked = [step for step in range(61, 130) if detection.due(step)]
+    assert looked == [63, 64, 127, 128]  # where all come, whatever they know
     detection.begin(30, True)
     assert [step for step in range(1, 40) if detection.due(step)] == [31, 32, 33, 34, 37, 38]
     detection.begin(30, False)

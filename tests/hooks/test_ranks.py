@@ -173,6 +173,36 @@ def test_a_rank_that_has_died_is_not_waited_for(store):
     assert time.monotonic() - before < 30
 
 
+def test_what_fails_in_a_room_stays_there(store):
+    """Who comes late hears that the others have left, at once; in the next room all meet."""
+
+    def work(group):
+        heard = [group.gather(b"here")]
+        began = time.monotonic()
+        room = group.room("look/4")
+        if group.rank == 1:
+            time.sleep(1.5)
+        try:
+            for _ in range(2):
+                room.exchange([b"one"] * 3, 0.5 if group.rank != 1 else 20.0)
+        except GroupError as error:
+            heard.append(error.message)
+        waited_s = time.monotonic() - began
+        room = group.room("look/8")
+        heard.append(room.exchange([f"{group.rank}".encode()] * 3, 20.0))
+        heard.append(group.gather(b"still here"))
+        return heard, waited_s
+
+    found = on_ranks(store, 3, work)
+    assert [heard[1] for heard, _ in found] == [
+        "rank 1 of 3 did not come in 0.5 s", "ranks 0, 2 of 3 waited no longer",
+        "rank 1 of 3 did not come in 0.5 s",
+    ]  # fmt: skip
+    assert found[1][1] < 10
+    for heard, _ in found:
+        assert heard[2:] == [[b"0", b"1", b"2"], [b"still here"] * 3]
+
+
 def test_a_process_alone_is_no_group():
     """Nothing is asked of torch.distributed where it is not initialised."""
     assert find_group() is SOLO

@@ -11,7 +11,7 @@ from adacheck_store.trainer_hooks.outside import SetCopy
 from adacheck_store.trainer_hooks.updates import CapturedUpdate
 from adacheck_store.trainer_hooks.witness import STATE_EDITED, Witnessing
 
-PLACES = (("p000000", "", "bias"), ("p000001", "", "weight"))
+SETS = {("p000000", "", "bias"): "0.1", ("p000001", "", "weight"): "0.1"}
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def update(bound, *, lr: float = 0.1, add: float = 0.0, without: int = -1) -> Ca
 def after(bound, *boundaries) -> Witnessing:
     """One that began at step 2 and has taken in a list of updates for each step."""
     made = Witnessing(bound)
-    made.begin(2, PLACES)
+    made.begin(2, SETS)
     for step, updates in enumerate(boundaries, 3):
         made.advance(step, updates, ())
     return made
@@ -77,7 +77,7 @@ def test_edits_are_changes_too(bound):
     slot = bound.captured[0]
     made = [Witnessing(bound) for _ in range(3)]
     for number, each in enumerate(made):
-        each.begin(2, PLACES)
+        each.begin(2, SETS)
         copy = SetCopy(slot, "param", torch.full(slot.shape, float(number > 1)))
         each.advance(3, [update(bound)], [copy])
     one, two, other = (each.of(3).digests for each in made)
@@ -89,7 +89,7 @@ def test_a_step_that_is_missing_ends_it_until_all_are_equal_again(bound):
     made = after(bound, [update(bound)])
     made.advance(5, [update(bound)], ())
     assert (made.of(3).since, made.of(5).since, made.of(4).since) == (2, -1, -1)
-    made.begin(6, PLACES)
+    made.begin(6, SETS)
     made.advance(7, [update(bound)], ())
     assert made.of(7).since == 6
     made.advance(8, [update(bound)], (), True)
@@ -104,7 +104,7 @@ def test_what_is_told_of_a_step_stays(bound):
     made = after(bound, [update(bound)], [update(bound)])
     before = made.of(3)
     made.advance(3, [update(bound, add=1.0)], ())
-    made.begin(2, PLACES)
+    made.begin(2, SETS)
     assert made.of(3) == before
     assert made.follows(5)
     assert not made.follows(4)

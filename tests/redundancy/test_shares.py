@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from adacheck_store.format.errors import GroupError
 from adacheck_store.format.manifest import Manifest, PartEntry, decode_manifest
-from adacheck_store.redundancy.agreement import Told, agreed, decode_told, encode_told
+from adacheck_store.redundancy.agreement import Told, agreed, decode_told, encode_told, name_of
 from adacheck_store.redundancy.assign import Assignment
 from adacheck_store.redundancy.lead import AS_BEFORE, Lead
 from adacheck_store.redundancy.shares import (
@@ -194,11 +194,19 @@ def test_holdings_come_back() -> None:
         decode_told(told[:-2], 4)
 
 
-def decided(leads: Lead, run: Run, step: int, idle: Sequence[int] = ()) -> list[object]:
-    """What all ranks are told."""
+def decided(
+    leads: Lead, run: Run, step: int, idle: Sequence[int] = (), by: Sequence[str] = ()
+) -> list[object]:
+    """What all ranks are told, who write ``by`` assignments of these names (those of the lead)."""
     rounds = [
         agreed(
-            rank, len(run), encode_told(Told(node="n", updated=rank not in idle, held=tuple(mine))),
+            rank, len(run),
+            encode_told(
+                Told(
+                    node="n", updated=rank not in idle, held=tuple(mine),
+                    by=by[rank] if by else leads._name,
+                )
+            ),
             lambda heard: leads.decide(step, heard),
         )
         for rank, mine in run.items()
@@ -214,6 +222,21 @@ def test_all_are_told_the_same_and_only_what_is_new() -> None:
     assert len(set(map(bytes, first))) == 1
     assert first[0]
     assert decided(lead, ddp(3), 4) == [AS_BEFORE] * 3
+
+
+def test_where_a_rank_did_not_follow_all_are_told_anew() -> None:
+    """Once, and until all have."""
+    lead, run = Lead(), ddp(3)
+    first = bytes(decided(lead, run, 2)[0])  # type: ignore[call-overload]
+    name = name_of(first)
+    again = decided(lead, run, 4, by=[name, name, ""])
+    assert len(set(map(bytes, again))) == 1  # type: ignore[call-overload, arg-type]
+    sharing = decode_sharing(again[1])  # type: ignore[arg-type]
+    assert sharing.alike(decode_sharing(first))
+    assert sharing.redundancy.agreed == 4
+    late = decided(lead, run, 8, by=[name, name_of(again[0]), name_of(again[0])])  # type: ignore[arg-type]
+    assert late[0] != AS_BEFORE
+    assert decided(lead, run, 16) == [AS_BEFORE] * 3
 
 
 def test_copies_that_come_apart_are_named_with_the_step_they_were_equal() -> None:
@@ -235,6 +258,9 @@ def test_copies_that_come_apart_are_named_with_the_step_they_were_equal() -> Non
         for part in sharing.redundancy.parts for _, ground in part.pairs()
     }  # fmt: skip
     assert scopes == {"", "differed from its copies at step 8"}
+    again = decode_sharing(decided(lead, run, 12, by=["", "", ""])[0])  # type: ignore[arg-type]
+    assert again.redundancy.agreed == 4  # nobody has followed: no step since is in less doubt
+    assert decided(lead, run, 16) == [AS_BEFORE] * 3
 
 
 def test_ranks_that_disagree_are_refused_everywhere() -> None:

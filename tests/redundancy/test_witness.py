@@ -10,8 +10,14 @@ from adacheck_store.redundancy.agreement import Told, encode_told
 from adacheck_store.redundancy.lead import AS_BEFORE, Lead
 from adacheck_store.redundancy.shares import Sharing, decode_sharing, shares
 from adacheck_store.redundancy.states import states
-from adacheck_store.redundancy.witness import DIGEST_BYTES, Witness, compare, shared_by
-from tests.redundancy.kit import WHOLE, ddp, held, topology
+from adacheck_store.redundancy.witness import (
+    DIGEST_BYTES,
+    Witness,
+    compare,
+    ranks_holding,
+    shared_by,
+)
+from tests.redundancy.kit import WHOLE, ddp, everyone, held, shard, topology
 
 
 def of(run):
@@ -97,7 +103,9 @@ def test_a_rank_that_shares_nothing_need_not_tell():
 def decided(lead, run, step, said):
     """What rank 0 makes of equal bytes with these witnesses."""
     heard = [
-        encode_told(Told(node="n", updated=True, held=tuple(mine), witness=said[rank]))
+        encode_told(
+            Told(node="n", updated=True, held=tuple(mine), witness=said[rank], by=lead._name)
+        )
         for rank, mine in run.items()
     ]
     return lead.decide(step, heard)
@@ -140,6 +148,41 @@ def test_a_rank_that_cannot_follow_shares_nothing():
     assert sharing.diverged == ("rank 2: edited",)
     shared = [{name for *_, name in shared_by(sharing.redundancy, parts, r)} for r in range(3)]
     assert shared == [{"w0", "w1"}, {"w0", "w1"}, set()]
+    said = alike(sharing.redundancy, parts, 3, since=4)
+    said[2] = replace(said[2], trouble="edited")  # and again: it is not asked again and again
+    assert decided(lead, run, 8, said) == AS_BEFORE
+    said[2] = replace(said[2], trouble="")  # no longer since the last look: as good as others
+    sharing = decode_sharing(decided(lead, run, 16, said))
+    shared = [{name for *_, name in shared_by(sharing.redundancy, parts, r)} for r in range(3)]
+    assert shared == [{"w0", "w1"}] * 3
+
+
+def of_four(moments):
+    """A parameter on four ranks, and pieces of its moments on pairs of them, or none."""
+    run = {}
+    for piece, copies in moments:
+        for rank in copies:
+            mine = (piece, copies) if piece else None
+            run[rank] = [held("w", (WHOLE, everyone(4)), mine)]
+    return run
+
+
+@pytest.mark.parametrize(
+    "moments",
+    [[(shard(0, 2), {0, 1}), (shard(1, 2), {2, 3})], [(WHOLE, {0, 1}), (None, {2, 3})]],
+    ids=["halves", "some have the parameter alone"],
+)
+def test_moments_that_part_take_their_parameter_along(moments):
+    """As under ZeRO-1 with copies: the parameter is on ranks that have other moments, or none."""
+    run, lead = of_four(moments), Lead()
+    parts = [f"p{rank:06d}" for rank in range(4)]
+    found = decode_sharing(decided(lead, run, 2, [None] * 4)).redundancy
+    said = alike(found, parts, 4)
+    said[1] = other(said[1], found, parts, "w")
+    now = decode_sharing(decided(lead, run, 4, said)).redundancy
+    kept = sorted(sorted(ranks_holding(now, each)) for each in now.grounds)
+    assert kept == [[0], [1], [2, 3]]
+    assert decided(lead, run, 8, alike(now, parts, 4, since=4)) == AS_BEFORE
 
 
 def test_a_rank_that_has_missed_a_step_takes_nothing_apart():
