@@ -7,7 +7,7 @@ taken, and said. Never guess.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from adacheck_store.format.errors import RestoreError
@@ -40,7 +40,8 @@ class Certificate:
     ``bounded`` ``drift`` and ``drift_ulps`` are the largest differences found by folding up to
     the base the same way (None: nothing to measure it by), and ``differed`` counts fingerprints
     that were not the trainer's. ``gap`` says why the chain was started anew at the base, if it
-    was, ``topology`` what this rank has of whom, where ranks or sharding are not the chain's.
+    was, ``topology`` what this rank has of whom, where ranks or sharding are not the chain's,
+    ``live`` whose memory it comes from, where that is a trainer's that lived on.
     """
 
     step: int
@@ -56,11 +57,12 @@ class Certificate:
     differed: int = 0
     gap: str = ""
     topology: str = ""
+    live: str = ""
 
     def __str__(self) -> str:
         drift = "" if self.drift is None else f", drift {self.drift:.3g}"
         gap = f", started anew there ({self.gap})" if self.gap else ""
-        topology = f"; {self.topology}" if self.topology else ""
+        topology = "".join(f"; {text}" for text in (self.topology, self.live) if text)
         return (
             f"step {self.step} = {self.base_origin} base {self.base_step} + {self.deltas} deltas, "
             f"{self.exactness}, {self.blocks_verified} blocks verified, fingerprints through step "
@@ -100,6 +102,13 @@ class _Fetched:
     drift: Drift | None
     topology: str = ""
     alike: frozenset[str] | None = None
+    live: str = ""
+
+
+Living = Callable[[RestorePlan], tuple[PartState, str] | None]
+"""The state of a planned step that this rank still holds, or is handed by one that does, and whose
+it was; None on all ranks where that cannot be. All ranks call it.
+"""
 
 
 def refuse_unknown(catalog: Catalog) -> None:
@@ -120,18 +129,23 @@ def restore_state(
     tiers: Sequence[Tier], run: str, *, step: int | None = None, term: str = "",
     catalog: Catalog | None = None, max_drift: float = float("inf"), group: Group = SOLO,
     need: Need | None = None, near: Nearness = NOWHERE, ceiling: Ceiling | None = None,
+    living: Living | None = None,
 ) -> Restored:  # fmt: skip
     """The newest provable state of a run (or that of ``step``), fetched, verified and folded.
 
     Tiers are given nearest first. Where this machine's arithmetic is not the trainer's, the drift
     of such folds is measured; if it is above ``max_drift`` no delta is folded. What a rank
     ``need``s is put together as the state of its part (all parts as they are, if not given);
-    ``near`` see `recovery.nearer`, ``ceiling`` see `deaths`. Raises `RestoreError`,
+    ``near`` see `recovery.nearer`, ``ceiling`` see `deaths`. What trainers are ``living`` to give
+    is not read. Raises `RestoreError`,
     `NotProvableError`, `ModelMismatchError` where a state cannot be put together, or what made
     every candidate fail.
     """
 
     def work(fetcher: Fetcher, whole: RestorePlan) -> _Fetched:
+        given = living(whole) if living is not None and need is not None else None
+        if given is not None and need is not None:
+            return _handed(fetcher, whole, need, *given)
         return _fetch(
             fetcher, tiers, whole, need, lambda plan, layouts: drift(fetcher, plan, layouts)
         )
@@ -146,10 +160,22 @@ def restore_state(
     )  # fmt: skip
     found = done.result
     certificate = certify(found.plan, found.reports, done.fetcher, found.drift, found.topology)
+    certificate = replace(certificate, live=found.live)
     return Restored(
         step=done.plan.step, plan=done.plan, parts=found.parts, extras=found.extras,
         certificate=certificate, lost=done.lost, reasons=done.reasons,
         tiers=dict(done.fetcher.used), alike=found.alike,
+    )  # fmt: skip
+
+
+def _handed(
+    fetcher: Fetcher, whole: RestorePlan, need: Need, state: PartState, whose: str
+) -> _Fetched:
+    """A state that no tier was asked for, with the rank's own extra."""
+    name = rank_name(need.rank)
+    return _Fetched(
+        plan=only(whole, {part_name(need.rank)}, {name}), parts={state.part: state}, reports=(),
+        extras={name: read_extra(fetcher, whole.extras[name])}, drift=None, live=whose,
     )  # fmt: skip
 
 
@@ -226,7 +252,7 @@ def certify(
         exactness=next(name for name in order if name in exactness),
         blocks_verified=fetcher.blocks_verified,
         fingerprints=sum(report.checked for report in reports),
-        verified_through=min(report.verified_through for report in reports),
+        verified_through=min((r.verified_through for r in reports), default=plan.step),
         drift=None if drift is None else drift.absolute,
         drift_ulps=None if drift is None else drift.ulps,
         differed=sum(report.differed for report in reports),

@@ -34,7 +34,7 @@ from .group import SOLO, Group, lead, same, share, together
 from .opening import Opened, Opening, without_unbegun
 from .recovery import NOWHERE
 from .redundancy.shares import Sharing
-from .restore import Restored, refuse_unknown, restore_state
+from .restore import Living, Restored, refuse_unknown, restore_state
 from .revisions import Revisions
 from .status import Background, Status, status_of, unsaved
 from .store import Store, open_store, refuse_set_aside
@@ -79,6 +79,7 @@ class RunSession:
         self._ceiling: Ceiling | None = None
         self._decided = False
         self._restored: Restored | None = None
+        self.living: Living | None = None
         self._writer: Writer | None = None
         self._upkeep: Background | None = None
         self._step = -1
@@ -146,9 +147,9 @@ class RunSession:
         return not self._catalog.empty
 
     @property
-    def started(self) -> bool:
-        """True after `start`."""
-        return self._writer is not None
+    def term(self) -> str:
+        """The term that was claimed, also after `close`; empty before."""
+        return str(self._term or "")
 
     def restore(
         self, *, resume: str | None = None, step: int | None = None, term: str = "",
@@ -181,7 +182,7 @@ class RunSession:
                     need=Need(
                         rank=self.group.rank, ranks=self.group.size, layout=layout, bare=bare
                     ),
-                    near=self._crew.near_to if self._crew else NOWHERE,
+                    near=self._crew.near_to if self._crew else NOWHERE, living=self.living,
                 )  # fmt: skip
         self._restored = dataclasses.replace(restored, parts={}, extras={})  # the state is large
         self._decided = True

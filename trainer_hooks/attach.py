@@ -19,6 +19,7 @@ from .checkpointer import Checkpointer
 from .deepspeed import taken_apart
 from .grace import Stopped
 from .layouts import bind
+from .live import Handover, Live
 from .names import Model
 from .ranks import find_group
 from .seam import RestoreReport
@@ -27,31 +28,15 @@ __all__ = ["Agents", "Checkpointer", "RestoreReport", "Stopped", "attach"]
 
 
 def attach(
-    model: Model,
-    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-    run: str,
-    store: str,
-    cache: str | os.PathLike[str] | None = None,
-    policy: str = "lossless",
-    k: int = 1,
-    window: int = 2,
-    base_every: int = 64,
-    full_every: int = 64,
-    object_lag: int = 64,
-    keep: int | Retention = 2,
-    start_step: int = 0,
-    resume: str = "auto",
-    strict: bool = False,
-    lmdb_bytes: int = 0,
-    names: Mapping[str, torch.Tensor] | None = None,
-    group: Group | None = None,
-    bounded_every: int = 256,
-    max_drift: float = 1e-3,
-    agents: Agents | None = None,
-    sigterm_grace_s: float = 0.0,
-    max_deaths: int = 3,
-    redundancy: str = "off",
-) -> Checkpointer:
+    model: Model, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer], run: str,
+    store: str, cache: str | os.PathLike[str] | None = None, policy: str = "lossless",
+    k: int = 1, window: int = 2, base_every: int = 64, full_every: int = 64,
+    object_lag: int = 64, keep: int | Retention = 2, start_step: int = 0, resume: str = "auto",
+    strict: bool = False, lmdb_bytes: int = 0, names: Mapping[str, torch.Tensor] | None = None,
+    group: Group | None = None, bounded_every: int = 256, max_drift: float = 1e-3,
+    agents: Agents | None = None, sigterm_grace_s: float = 0.0, max_deaths: int = 3,
+    redundancy: str = "off", live: Live | None = None,
+) -> Checkpointer:  # fmt: skip
     """Keep a checkpoint of every step of a run in the store at a URL.
 
     ``model`` is a module, a list of modules or a DeepSpeed engine, ``optimizer`` its optimizer or a
@@ -77,7 +62,9 @@ def attach(
     of 143, and store what they can. After ``max_deaths`` attempts in a row that died without
     getting past the newest step (0: never) `restore` begins at an older one. With
     ``redundancy="auto"`` what ranks prove to be on several of them is written by one, as long as
-    its copies stay equal. What is not supported is refused before anything is done.
+    its copies stay equal. With ``live``, which `Checkpointer.live` gave in this process, `restore`
+    reads no tier for what replaced ranks are proven to have held as it is here. What is not
+    supported is refused before anything is done.
     """
     ranks = find_group() if group is None else group
     model, optimizer, names = taken_apart(model, optimizer, names)
@@ -95,6 +82,7 @@ def attach(
 
     settings = together(ranks, "arguments of attach", checked)
     held = RunSession.open(store, run, cache=cache, settings=settings, group=ranks, agents=agents)
+    held.living = Handover(live, ranks)
     return _held(held, lambda: Checkpointer(model, optimizer, held, settings, names, ranks))
 
 

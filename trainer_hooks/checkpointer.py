@@ -26,6 +26,7 @@ from .grace import Grace
 from .hooks import attached
 from .layouts import Binding, Optimizers, bind, listed
 from .leaving import EXIT_FLUSH_S, leave
+from .live import Live
 from .load import load
 from .loader import LoaderPosition
 from .names import Model
@@ -60,8 +61,8 @@ class Checkpointer:
             raise OrderError("this optimizer is attached already", hint="close the other one first")
         warn(self._bind(), settings.full_every)
         self._session, self._settings = session, settings
-        several = group.size > 1  # they count steps alike, whatever a rank's scaler skips
-        self._tracked = Tracked(model, self._optimizers, explicit=several)
+        # Several ranks count steps alike, whatever a scaler skips on one of them.
+        self._tracked = Tracked(model, self._optimizers, explicit=group.size > 1)
         self._loader = LoaderPosition()
         self._assembly: Assembly | None = None
         self._step = settings.start_step
@@ -72,8 +73,7 @@ class Checkpointer:
         self._carried: Any = None
         self._failure: AdaCheckError | None = None
         self._last: ClosedBoundary | None = None
-        self._restoring = self._loading = False
-        self._warned = self._edits_told = self._unbound = False
+        self._restoring = self._loading = self._warned = self._edits_told = self._unbound = False
         self._open = True
         self._capture = Capture(self._optimizers, settings.policy, self)
 
@@ -121,8 +121,7 @@ class Checkpointer:
         self._begin(restored.step)
         if restored.certificate.exactness == "exact":
             self._bases.exact = restored.certificate.base_step
-        rng = tree.get("rng")
-        if rng is not None:
+        if (rng := tree.get("rng")) is not None:
             set_rng_state(rng)
         self._loader.restored(tree.get("loader"), rng if self._carried is None else None)
         return RestoreReport.of(restored, thaw(self._carried))
@@ -258,17 +257,14 @@ class Checkpointer:
         self._session.check()
         self._step += 1
         self._rounds.close()
-        boundary = self._last = None
-        due, edited = True, False
+        due, edited, boundary, self._last = True, False, None, None
         try:
             if self._unbound or self._step % self._settings.base_every == 0:
                 self._look_for_tensors()
             if self._bases.moved:
                 self._session.follow(self._assembly.binding.layout, self._step)
             elif self._detection.due(self._step):
-                self._detection.look(
-                    self._step, self._rounds.total, self._whole, self._adopt
-                )  # fmt: skip
+                self._detection.look(self._step, self._rounds.total, self._whole, self._adopt)
             if edited := self._assembly.watch.state_touched():
                 self._bases.state_touched()
             gap = self._bases.gap(self._step, self._session.wants_base(), self._assembly.binding)
@@ -324,8 +320,7 @@ class Checkpointer:
         """Keep a batch that was fetched before its step with the boundaries to come; returns it.
 
         For loops that fetch ahead: `restore` hands the value of its boundary back as
-        ``report.carried``, with tensors on the CPU. Each call replaces the value before it,
-        None forgets it.
+        ``report.carried``, with tensors on the CPU. Each call replaces the value before it.
         """
         self._must_be_open()
         self._carried = freeze(value, "carry")
@@ -364,6 +359,12 @@ class Checkpointer:
         if gap is not None and (again := self._last and self._assembly.again(self._last, gap)):
             self._bases.kept = self._bases.exact = self._step
             self._session.append(again)
+
+    def live(self) -> Live | None:
+        """A copy of the last boundary's state, for `attach`'s ``live``; None if it is gone."""
+        if self._assembly is None or self._rounds.open or self._unbound or self._capture.replayed():
+            return None
+        return Live.of(self._session, self._assembly, self._whole, self._last)
 
     def status(self) -> Any:
         """Where the writer stands; raises `OrderError` before the first update or `restore`."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 import logging
 import math
 import secrets
@@ -42,9 +41,27 @@ SILENT_S = 30.0
 POLL_S = (0.01, 0.5)
 """First and longest pause before looking again whether rank 0 has let us in."""
 
-_attached = itertools.count()
-
 log = logging.getLogger(__name__)
+
+
+class _Attached:
+    """How often a process has attached; from 0 again where torch.distributed was initialised anew.
+
+    Else one that has outlived others and those in their places would not mean the same group.
+    """
+
+    def __init__(self) -> None:
+        self._store: Any = None
+        self._times = 0
+
+    def again(self, store: Any) -> int:
+        """The number of this time."""
+        self._times = self._times + 1 if store is self._store else 0
+        self._store = store
+        return self._times
+
+
+_attached = _Attached()
 
 
 class StoreGroup:
@@ -313,6 +330,6 @@ def find_group(
 
     store: Any = distributed_c10d._get_default_store()
     return StoreGroup(
-        store, dist.get_rank(), dist.get_world_size(), prefix=f"adacheck/{next(_attached)}",
+        store, dist.get_rank(), dist.get_world_size(), prefix=f"adacheck/{_attached.again(store)}",
         timeout_s=timeout_s, silent_s=silent_s, meet_s=meet_s,
     )  # fmt: skip

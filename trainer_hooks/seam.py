@@ -22,6 +22,13 @@ log = logging.getLogger(__name__)
 class Session(Protocol):
     """What a checkpointer needs of `adacheck_store.session.RunSession`."""
 
+    run: str
+
+    @property
+    def term(self) -> str:
+        """The term that was claimed, also after `close`."""
+        ...
+
     def restore(
         self, *, step: int | None = None, layout: Layout | None = None,
         bare: frozenset[str] = ...,
