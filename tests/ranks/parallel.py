@@ -269,6 +269,9 @@ def _deep(stage: int, width: int, *, turned: bool, micro: int):
     os.environ |= {"DS_ACCELERATOR": "cpu", "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size}
     import deepspeed
 
+    # Else it compiles collectives for inference first, for a minute or more.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
     class Halved(nn.Module):
         """In bf16, from and to fp32; in halves without a rest, for that would be stray memory."""
 
