@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import sys
+from pathlib import Path
 from typing import Any
 
 import click
@@ -274,6 +275,37 @@ def export_verb(
         choice = Choice(run=run, step=number, term=term, rank=rank)
         row = export(store, target, form, choice, progress=tell)
     show_rows("restored", store_url, [row], as_json)
+
+
+@main.command("import")
+@store_options(run=False)
+@click.argument("source", type=click.Path(path_type=Path))
+@click.option("--run", required=True, help="The run; a new one, or one to go on from.")
+@click.option("--step", type=click.IntRange(min=0), help="Default: what the source says.")
+@click.option("--model", help="Key of the model in it; default: model, or what is usual.")
+@click.option("--optimizer", help="Key of the optimizer in it.")
+@click.option("--optimizer-class", default="", help="torch.optim.AdamW; default: as options say.")
+@click.option("--tied", multiple=True, metavar="NAME=OTHER", help="NAME is OTHER's tensor.")
+def import_verb(
+    store_url: str, cache: str | None, as_json: bool, source: Path, run: str, step: int | None,
+    model: str | None, optimizer: str | None, optimizer_class: str, tied: tuple[str, ...],
+) -> None:  # fmt: skip
+    """Make a step of what others wrote in SOURCE, that a training can go on from.
+
+    A file of torch.save or of safetensors, a folder of torch.distributed.checkpoint or of Hugging
+    Face. Nothing in them is executed.
+    """
+    from adacheck_store.tools.importing import take_in
+
+    if any("=" not in each for each in tied):
+        raise click.UsageError("--tied takes NAME=OTHER")
+    pairs = dict(each.split("=", 1) for each in tied)
+    with progress_bar() as tell:
+        row = take_in(
+            store_url, source, run, step=step, cache=cache, model=model, optimizer=optimizer,
+            optimizer_class=optimizer_class, tied=pairs, progress=tell,
+        )  # fmt: skip
+    show_rows("imported", store_url, [row], as_json)
 
 
 main.add_command(agent_verb)

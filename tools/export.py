@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-from adacheck_store.arrays import torch_dtype
 from adacheck_store.candidates import carry_out
 from adacheck_store.fetch import Fetcher
 from adacheck_store.format.errors import UsageError
@@ -32,7 +31,7 @@ from adacheck_store.tiers.medium import translate
 
 from .restore import RestoredFile, open_parts, publish, refuse_target, restore
 from .rows import Progress, choose_run, silent
-from .safetensors_file import FilePlan, FileWriter, finish
+from .safetensors_file import FilePlan, FileWriter, finish, mapped
 from .whole import PieceSink, Whole
 
 FORMATS = ("safetensors", "hf", "torch", "dcp")
@@ -128,24 +127,10 @@ def state_of(path: Path) -> dict[str, Any]:
     whose ``params`` are names, as `torch.distributed.checkpoint.state_dict` has them; ``step``.
     Tied tensors stand under each of their names.
     """
-    size = path.stat().st_size
-    mapped = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
-    storage = mapped.untyped_storage()
-    length = int.from_bytes(bytes(mapped[:8].tolist()), "little")
-    header = json.loads(mapped[8 : 8 + length].numpy().tobytes())
-    said = header.pop("__metadata__")
-    dtypes: Mapping[str, str] = json.loads(said["dtypes"])
+    said, tensors = mapped(path)
     model: dict[str, torch.Tensor] = {}
     states: dict[str, dict[str, torch.Tensor]] = {}
-    for label, entry in header.items():
-        kind, shape = entry["dtype"], entry["shape"]
-        if label in dtypes:
-            kind, shape = dtypes[label], shape[:-1]
-        start, stop = (8 + length + at for at in entry["data_offsets"])
-        tensor = torch.empty(0, dtype=torch_dtype(kind))
-        if stop > start:  # a storage of its own: torch.save writes storages, not views
-            tensor.set_(storage[start:stop])
-        tensor = tensor.reshape(shape)
+    for label, tensor in tensors.items():
         where, _, name = label.partition("/")
         if where == "model":
             model[name] = tensor

@@ -12,11 +12,12 @@ import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from adacheck_store.arrays import byte_view, dtype_name
+from adacheck_store.arrays import byte_view, dtype_name, torch_dtype
 from adacheck_store.format.dtypes import SAFETENSORS_DTYPES, item_bytes
 from adacheck_store.format.errors import MalformedError, UnsupportedError
 
@@ -71,6 +72,44 @@ class FilePlan:
     def room(self, metadata_bytes: int) -> int:
         """Bytes to leave for the header, its length field included; a multiple of 64."""
         return -(-(self._plain_bytes + self._names + metadata_bytes) // 64) * 64 + 64
+
+
+def mapped(path: Path) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
+    """The metadata of a file and its tensors, mapped, not read; each has a storage of its own.
+
+    Dtypes that safetensors lacks are given back where the metadata names them. Raises
+    `MalformedError` (rule ``safetensors``).
+    """
+    size = path.stat().st_size
+    if size < _LENGTH.size:
+        raise MalformedError(f"a file of {size} bytes", rule="safetensors")
+    whole = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+    storage = whole.untyped_storage()
+    length = int.from_bytes(bytes(whole[: _LENGTH.size].tolist()), "little")
+    try:
+        if length > min(size - _LENGTH.size, _MAX_HEADER_BYTES):
+            raise ValueError(f"a header of {length} bytes")
+        start = _LENGTH.size + length
+        header = json.loads(whole[_LENGTH.size : start].numpy().tobytes())
+        said = dict(header.pop("__metadata__", {}))
+        dtypes = json.loads(said.get("dtypes", "{}"))
+        found = {}
+        for name, entry in header.items():
+            kind, shape = entry["dtype"], entry["shape"]
+            if name in dtypes:
+                kind, shape = dtypes[name], shape[:-1]
+            low, high = (start + at for at in entry["data_offsets"])
+            if not start <= low <= high <= size or high - low != math.prod(shape) * item_bytes(
+                kind
+            ):
+                raise ValueError(f"{name[:80]!r} lies at {low}..{high}")
+            tensor = torch.empty(0, dtype=torch_dtype(kind))
+            if high > low:  # a storage of its own: torch.save writes storages, not views
+                tensor.set_(storage[low:high])
+            found[name] = tensor.reshape(shape)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise MalformedError(f"no safetensors file: {error}"[:300], rule="safetensors") from error
+    return said, found
 
 
 class FileWriter:

@@ -9,6 +9,7 @@ from .cat import CatRow
 from .diff import TensorDiff, ValueDiff
 from .gc import GcRow
 from .graph import GraphRow
+from .importing import Imported
 from .rows import size
 from .tables import print_table, table
 from .tag import TagRow
@@ -91,3 +92,13 @@ def print_cat(console: Console, rows: list[CatRow]) -> None:
         stored = "" if row.stored_as in ("", row.dtype.lower()) else f" as {row.stored_as}"
         console.print(f"{escape(row.tensor)} of step {row.step}: {row.dtype}{stored} "
                       f"{list(row.shape)}, {size(row.nbytes)}", markup=False)  # fmt: skip
+
+
+def print_imported(console: Console, rows: list[Imported]) -> None:
+    """What was imported."""
+    for row in rows:
+        of = row.optimizer or "no optimizer: to load, not to train on"
+        console.print(f"step {row.step} of run {escape(row.run)} <- {escape(row.source)}")
+        console.print(f"  {row.form}: {row.tensors} tensors, {size(row.nbytes)}, {of}")
+        if row.left_out:
+            console.print(f"  left out: {escape(', '.join(row.left_out[:20]))}")

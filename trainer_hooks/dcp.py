@@ -30,6 +30,7 @@ from adacheck_store.arrays import from_typed, torch_dtype
 from adacheck_store.candidates import carry_out
 from adacheck_store.fetch import Fetcher
 from adacheck_store.fold import Fold
+from adacheck_store.foreign_keys import GROUPS, under
 from adacheck_store.format.errors import OrderError, RestoreError
 from adacheck_store.format.layout import Layout, Section, Slice
 from adacheck_store.group import Group
@@ -44,15 +45,8 @@ from adacheck_store.topology import Need, put_together
 from .extras import thaw
 from .ranks import find_group
 
-GROUPS = "param_groups"
-
 OTHERS = "dcp"
 """Name in an extra of what a save had besides model and optimizer: by key (see `dcp_writer`)."""
-
-
-def under(*keys: str) -> str:
-    """What keys in a state begin with; an empty key is none: then the state is the model's."""
-    return "".join(f"{key}." for key in keys if key)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import os
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from adacheck_store.foreign import Foreign, Found, lay_out, only, spec_for, tied
+from adacheck_store.foreign_keys import Keys, with_counters
 from adacheck_store.format.errors import ModelMismatchError, UnsupportedError, UsageError
 from adacheck_store.format.keys import check_run
 from adacheck_store.format.layout import whole_box
@@ -29,7 +30,7 @@ from adacheck_store.regions import Box
 from adacheck_store.saving import Saved, save
 from adacheck_store.store import open_for_saving
 
-from .dcp import GROUPS, OTHERS, under
+from .dcp import OTHERS
 from .extras import extra_record, freeze
 from .ranks import find_group
 
@@ -68,8 +69,7 @@ class DcpWriter(StorageWriter):
         self.saved: Saved | None = None
         self._store, self._cache = store, cache
         self._run, self._step = check_run(run), step
-        self._model, self._state = under(model), under(optimizer, "state")
-        self._groups, self._class = under(optimizer) + GROUPS, optimizer_class
+        self._keys, self._class = Keys(model, optimizer), optimizer_class
         self._group = find_group() if group is None else group
         self._items: Sequence[WriteItem] = ()
 
@@ -158,44 +158,12 @@ class DcpWriter(StorageWriter):
 
     def _foreign(self, local: _Local) -> Foreign:
         """What is the model's and the optimizer's, as this rank has it."""
-        model = {
-            key.removeprefix(self._model): found for key, found in local.pieces.items()
-            if key.startswith(self._model) and not key.startswith(self._state)
-        }  # fmt: skip
-        groups = self._parameter_groups(local)
-        trained = [name for group in groups for name in group["params"]]
-        aliases = tied({name: local.plain[f"{self._model}{name}"] for name in model}, trained)
-        foreign = Foreign(
-            model={name: found for name, found in model.items() if name not in aliases},
-            groups=groups, optimizer=self._class, aliases=aliases,
-        )  # fmt: skip
-        states: dict[str, dict[str, Found]] = defaultdict(dict)
-        counters: dict[str, dict[str, Any]] = defaultdict(dict)
-        for key, name, role in self._state_keys(local.pieces):
-            states[name][role] = local.pieces[key]
-        for key, name, role in self._state_keys(local.values):
-            if local.values[key] is not None:
-                counters[name][role] = local.values[key]
-        return replace(foreign, states=states, counters=counters)
-
-    def _parameter_groups(self, local: _Local) -> list[dict[str, Any]]:
-        """The groups, from keys that have one number of one group each."""
-        found: dict[int, dict[str, Any]] = defaultdict(dict)
-        for key, value in (*local.values.items(), *local.plain.items()):
-            if key.startswith(self._groups):
-                number, _, name = key.removeprefix(self._groups).removeprefix(".").partition(".")
-                if not number.isdigit() or not name or "." in name:
-                    raise UnsupportedError(
-                        f"{key[:200]!r} is not of a parameter group", run=self._run,
-                        hint="do without flatten_optimizer_state_dict, and without dicts in groups",
-                    )  # fmt: skip
-                found[int(number)][name] = value
-        if any("params" not in group for group in found.values()):
-            raise UnsupportedError(
-                "a parameter group without the names of its parameters", run=self._run,
-                hint="take the state by torch.distributed.checkpoint.state_dict.get_state_dict",
-            )  # fmt: skip
-        return [found[number] for number in sorted(found)]
+        trained = [
+            name for group in self._keys.groups(local.pieces, local.values)
+            for name in group["params"]
+        ]  # fmt: skip
+        model = {name: local.plain[key] for key, name in self._keys.named(local.pieces).items()}
+        return self._keys.foreign(local.pieces, local.values, self._class, tied(model, trained))
 
     def _of_class(self, foreign: Foreign) -> Foreign:
         """The state with its optimizer's class: as those ranks see it that have some of it."""
@@ -205,15 +173,6 @@ class DcpWriter(StorageWriter):
         )
         names = [name for has, name in told if has] or [told[0][1]]
         return with_counters(replace(foreign, optimizer=names[0]))
-
-    def _state_keys(self, keys: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-        """Keys of the optimizer's state, each with the parameter and role that it is of."""
-        found = []
-        for key in keys:
-            if key.startswith(self._state):
-                name, _, role = key.removeprefix(self._state).rpartition(".")
-                found.append((key, name, role))
-        return found
 
     def _share(self, foreign: Foreign) -> list[str]:
         """Names of what this rank writes: each piece is one rank's, that which has least so far."""
@@ -244,10 +203,9 @@ class DcpWriter(StorageWriter):
 
     def _others(self, local: _Local) -> dict[str, Any]:
         """What is neither model's nor optimizer's, where this rank is the first to have it."""
-        ours = (self._model, self._state, self._groups)
         found: dict[str, Any] = {}
         for key, piece in local.pieces.items():
-            if not key.startswith(ours):
+            if not self._keys.owner(key):
                 if piece.boxes != (whole_box(piece.shape),):
                     raise UnsupportedError(
                         f"{key!r} is sharded, and neither the model's nor the optimizer's",
@@ -255,24 +213,11 @@ class DcpWriter(StorageWriter):
                     )  # fmt: skip
                 found[key] = freeze(local.plain[key], key)
         for key, value in local.values.items():
-            if not key.startswith(ours):
+            if not self._keys.owner(key):
                 found[key] = freeze(value, key)
         told = share(self._group, "others", lambda: sorted(found))
         before = {key for keys in told[: self._group.rank] for key in keys}
         return {key: value for key, value in found.items() if key not in before}
-
-
-def with_counters(foreign: Foreign) -> Foreign:
-    """Of the tensors of optimizer's state those that its class counts by become counters."""
-    spec = spec_for(foreign)
-    counted = spec.scalars if spec is not None else ()
-    states: dict[str, dict[str, Found]] = {}
-    counters = {name: dict(values) for name, values in foreign.counters.items()}
-    for name, roles in foreign.states.items():
-        states[name] = {role: found for role, found in roles.items() if role not in counted}
-        for role in roles.keys() & set(counted):
-            counters.setdefault(name, {})[role] = roles[role].read().reshape(()).clone()
-    return replace(foreign, states=states, counters=counters)
 
 
 def _joined(key: str, one: Found | None, other: Found) -> Found:
