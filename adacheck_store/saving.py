@@ -17,6 +17,7 @@ from adacheck_store.format.errors import GroupError, UsageError
 from adacheck_store.format.head import ArrayInfo, Head, SealedHead
 from adacheck_store.format.ids import BLOCK_BYTES, block_digest
 from adacheck_store.format.keys import (
+    Term,
     base_key,
     check_run,
     extra_key,
@@ -39,7 +40,7 @@ from .group import Group, lead, share, together
 from .recovery import Prover, RestorePlan, tolerant_line
 from .restore import refuse_unknown
 from .store import Store
-from .terms import claim_term, excuse_term
+from .terms import claim_term, excuse_term, renewed
 
 SAVE_S = 7200.0
 """Longest wait for the other ranks' blocks."""
@@ -93,8 +94,10 @@ def save(
     base = StateBase(laid, link, step, gate.wait)
     key = str(extra_key(run, link.term, link.rank, step))
     document = RecordSource(str(manifest_key(run, link.term, step)), Record(head, {}))
+    mine = Term.parse(link.term) if group.rank == 0 else None
     try:
-        store.far.put([document, RecordSource(key, extra(link)), base])
+        with renewed(store.far, run, mine):  # what it forks from stays while blocks are written
+            store.far.put([document, RecordSource(key, extra(link)), base])
     except Exception as error:
         gate.fail(error)
         raise
