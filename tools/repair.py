@@ -25,6 +25,7 @@ from adacheck_store.tiers.lmdb import LmdbTier
 from adacheck_store.tiers.zarr import ZarrTier
 from adacheck_store.tiers.zarr_packs import expand
 
+from . import agents
 from .findings import DAMAGE
 from .fsck_objects import check_group, check_medium, check_overlaps, pack_blocks
 from .fsck_records import Layouts, RecordCheck
@@ -61,27 +62,33 @@ def repair(
     """Repair every tier of a store, or one run of it; in a dry run only say what would be done.
 
     An LMDB that a writer holds is left as it is, and so are log entries, forks, and records whose
-    bytes are what their writer wrote. Raises what a medium says that does not take a write.
+    bytes are what their writer wrote. What living agents of this node have in memory is read like
+    any tier. Raises what a medium says that does not take a write.
     """
     for name in [choose_run(store, run)] if run else runs_of(store):
-        survey = _Survey(store, name, progress)
-        for tier in store.tiers:
-            yield from _TierRepair(survey, tier, dry_run).rows()
+        with agents.meet(store.url, name) as met:
+            survey = _Survey(store, name, progress, met)
+            for tier in store.tiers:
+                yield from _TierRepair(survey, tier, dry_run).rows()
 
 
 class _Survey:
     """What a run consists of and what is wrong with it, tier by tier, before anything is done.
 
-    ``wrong`` has the keys of records and packs by tier; ``unread`` the tiers that could not be
-    read whole: what they hold is unknown, so nothing may be given up for lost.
+    ``holders`` are the tiers that may give a record: those of the store and the memories of agents.
+    ``wrong`` has the keys of records and packs by tier; ``unread`` the holders that could not be
+    read whole: what they have is unknown, so nothing may be given up for lost.
     """
 
-    def __init__(self, store: Store, run: str, progress: Progress) -> None:
+    def __init__(self, store: Store, run: str, progress: Progress, met: agents.Met) -> None:
         self.store, self.run = store, run
+        self.holders: tuple[Tier, ...] = (*met.memories, *store.tiers)
         self.wrong: dict[str, set[str]] = defaultdict(set)
         self.unread = {trouble.tier for trouble in store.troubles}
-        catalog = read_catalog(store.tiers, run)
-        layouts = Layouts(store.tiers, run)
+        self.unread |= {f"agent {name}" for name in met.silent}
+        catalog = read_catalog(self.holders, run)
+        self.unread |= {trouble.tier for trouble in catalog.troubles if not trouble.key}
+        layouts = Layouts(self.holders, run)
         lost: set[tuple[str, str]] = set()
         for tier in store.tiers:
             name = tier.traits.name
@@ -114,7 +121,7 @@ class _Survey:
         error: AdaCheckError | None = None
         for ref in (*refs, *self.by_id[refs[0].id]):
             try:
-                source = FetchedSource(Fetcher(self.store.tiers), ref, text)
+                source = FetchedSource(Fetcher(self.holders), ref, text)
                 for _ in source.blocks():  # read once before anything is put
                     pass
                 return source
@@ -124,10 +131,10 @@ class _Survey:
         raise error
 
     def _document(self, key: Key) -> Source:
-        """A layout or manifest from the first tier that has it right."""
+        """A layout or manifest from the first holder that has it right."""
         if key.kind == "log":
             raise _StandsError("what a damaged entry of the log said cannot be known")
-        for tier in self.store.tiers:
+        for tier in self.holders:
             with suppress(AdaCheckError):
                 check_key(key, tier.head(str(key)).head)
                 return TierSource(tier, str(key))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.s3.door import S3Door
 from tests.s3.server import BUCKET, READER, Server, use
 from tests.tools.stores import cli_json, train
 
@@ -52,6 +53,25 @@ def test_a_server_without_conditions(real: Server, proxy: Proxy) -> None:
     assert code == 1
     assert found["conditional writes"]["verdict"] == "bad"
     assert "unsafe_no_conditional_writes" in found["conditional writes"]["remedy"]
+
+
+def test_repair(real: Server) -> None:
+    """Objects of every kind are rebuilt in the bucket, out of this machine's disk."""
+    url = real.url()
+    train(url, 12)
+    door = S3Door(url)
+    for part in ("/base/", "/pack/"):
+        name = [n for n in door.names() if part in n and n.endswith("/c/0")][-1]
+        data = bytearray(door.get(name))
+        data[5] ^= 1
+        door.put(name, bytes(data))
+    manifest = next(name for name in door.names() if "/manifest/" in name)
+    door.delete(manifest)
+    assert cli_json("fsck", url)[0] == 1
+    code, document = cli_json("fsck", url, "--repair")
+    done = [row["done"] for row in document["rows"] if row["row"] == "RepairRow"]
+    assert (code, done) == (4, ["rebuilt"] * 3)
+    assert cli_json("fsck", url)[0] == 0
 
 
 def test_a_drill(real: Server) -> None:

@@ -54,7 +54,10 @@ def load(toy: Toy, restored: Restored) -> None:
             toy.optimizer.state[p] = {"step": step.reshape(()).clone(), **kept}
 
 
-def train(url: str, to: int, *, run: str = RUN, even: bool = False, **settings: Any) -> Toy:
+def train(
+    url: str, to: int, *, run: str = RUN, even: bool = False, flush_s: float = 60,
+    **settings: Any,
+) -> Toy:  # fmt: skip
     """Train a run up to a step in a term of its own, and flush.
 
     ``even``: with a base at every multiple of ``base_every``, however slow the machine is; else
@@ -77,7 +80,7 @@ def train(url: str, to: int, *, run: str = RUN, even: bool = False, **settings: 
                     break
                 assert time.monotonic() < deadline, "no base was made"
                 time.sleep(0.01)
-        session.flush(60)
+        session.flush(flush_s)
     finally:
         session.close()
     return toy

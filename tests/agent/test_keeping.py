@@ -1,0 +1,104 @@
+"""gc, fsck and repair beside living agents and a trainer that goes on; then all are lost."""
+
+import shutil
+
+import pytest
+
+from adacheck_store.cli_kit import open_url
+from adacheck_store.format.errors import RestoreError
+from adacheck_store.policy import Retention
+from adacheck_store.restore import restore_state
+from adacheck_store.store import open_for_reading
+from adacheck_store.tools import tag
+from adacheck_store.tools.findings import DAMAGE, Finding
+from adacheck_store.tools.fsck import fsck
+from adacheck_store.tools.gc import Ages, gc
+from adacheck_store.tools.repair import repair
+from tests.agent.kit import Node, Trainer, two, until
+from tests.agent.trainer import RUN, reference
+from tests.core.kit import begin, make_toy, train
+from tests.tools.stores import flip, objects
+
+pytestmark = pytest.mark.fault
+STEPS = 64
+
+
+def damage(url: str) -> list[Finding]:
+    """What fsck finds wrong, while all goes on."""
+    with open_url(url, None) as store:
+        return [row for row in fsck(store) if isinstance(row, Finding) and row.severity == DAMAGE]
+
+
+def test_gc_beside_agents_and_a_trainer(pair: tuple[Node, Node]) -> None:
+    """Floors never pass what agents acknowledge; what is left alone in the far tier is right."""
+    here, other = pair
+    journal, floors = reference(STEPS), set()
+    session, toy = two(here, other), make_toy()
+    begin(session, toy, journal)
+    while toy.step < STEPS:
+        train(session, toy, journal, 4)
+        with open_url(here.url, None) as store:
+            if toy.step > 16 and not list(tag.tags(store, RUN)):
+                until(lambda: tagged(here), "the step is where a tool can read it")
+            mark = here.status()["watermark"]
+            rows = list(gc(store, rules=Retention(last=1, every=24), apply=True,
+                           ages=Ages(grace_s=0.0)))  # fmt: skip
+        for row in rows:
+            if row.what == "floor" and row.tier == "zarr" and row.done == "raised":
+                floors.add(row.step)
+                assert row.step is not None
+                assert row.step <= max(mark, here.status()["watermark"])
+        assert not damage(here.url)
+    session.flush(60.0)
+    session.close()
+    assert floors
+    for node in pair:
+        node.kill()
+        node.burn_disk()
+    shutil.rmtree(here.store / "lmdb", ignore_errors=True)
+    assert not damage(here.url)
+    with open_for_reading(here.url) as store:
+        newest = restore_state(store.tiers, RUN)
+        assert newest.step == STEPS
+        journal.assert_same(newest)
+        journal.assert_same(restore_state(store.tiers, RUN, step=9))
+
+
+def tagged(node: Node) -> bool:
+    """Give step 9 a tag, once the disk or the far tier has it."""
+    try:
+        with open_url(node.url, None) as store:
+            return tag.add(store, "good", RUN, step=9).base
+    except RestoreError:
+        return False
+
+
+def test_repair_from_an_agents_memory(here: Node) -> None:
+    """The only right copy of a step is in the memory of an agent: it is put back, beside it."""
+    trainer = Trainer(here, 12)
+    trainer.reach(12)
+    until(lambda: far_has(here, 12), "all is drained")
+    shutil.rmtree(here.store / "lmdb")  # the agent goes on with what it has open
+    (path,) = objects(here.store, "*/*/p000000/pack/*-000000000012-*/data/c/0")
+    flip(path, path.stat().st_size - 40)
+    assert not far_has(here, 12)
+    with open_url(here.url, None) as store:
+        rows = list(repair(store))
+    assert {(row.tier, row.done) for row in rows} == {("zarr", "rebuilt")}
+    trainer.kill()
+    here.kill()
+    shutil.rmtree(here.store / "lmdb", ignore_errors=True)
+    assert far_has(here, 12), rows
+    with open_for_reading(here.url) as store:
+        found = restore_state(store.tiers, RUN)
+    reference(12).assert_same(found)
+    assert found.step == 12
+
+
+def far_has(node: Node, step: int) -> bool:
+    """Whether the far tier alone can produce a step."""
+    with open_for_reading(node.url) as store:
+        try:
+            return restore_state([store.far], RUN).step >= step
+        except RestoreError:
+            return False

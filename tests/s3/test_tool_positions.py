@@ -1,0 +1,209 @@
+"""Every tool that writes is cut off, or refused once, at each request that it makes of S3.
+
+Whatever it was at: nothing provable is lost, fsck finds nothing wrong, and run again it ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+
+from adacheck_store.format.errors import AdaCheckError
+from adacheck_store.restore import restore_state
+from adacheck_store.store import open_for_reading
+from tests.s3.door import S3Door
+from tests.s3.proxy import Fault, Proxy, Request, Script, at
+from tests.s3.server import BUCKET, Server, server
+from tests.tools.stores import RUN, cli, cli_json, train
+
+pytestmark = pytest.mark.fault
+END = 11
+SETTINGS = {"base_every": 4, "object_lag": 3, "keep_bases": 100}
+REFUSED = Fault("error", 403, "AccessDenied")
+
+
+def dead(number: int) -> Script:
+    """A script: a request is done, its reply is lost, and nothing goes through any more.
+
+    To the store that is what a SIGKILL between two requests is.
+    """
+
+    def script(request: Request) -> Fault | None:
+        if request.number < number:
+            return None
+        return Fault("lost") if request.number == number else REFUSED
+
+    return script
+
+
+SCRIPTS: dict[str, Callable[[int], Script]] = {
+    "dead": dead,
+    "refused": lambda number: at(number, REFUSED),
+    "lost": lambda number: at(number, Fault("lost")),
+}
+
+
+@dataclass(frozen=True)
+class Act:
+    """What is done to a store, whether it was done, and steps that must stay as they were."""
+
+    run: Callable[[str], None]
+    done: Callable[[str], bool]
+    stay: tuple[int, ...]
+    before: Callable[[str], None] = lambda url: None
+
+
+def verb(*arguments: object) -> Callable[[str], None]:
+    """A verb of the command line; one that fails says so by an error of ours."""
+
+    def run(url: str) -> None:
+        result = cli(arguments[0], url, *arguments[1:])
+        assert result.exception is None or isinstance(result.exception, SystemExit), result
+        assert "Traceback" not in result.output
+
+    return run
+
+
+def bases(url: str) -> set[int]:
+    """Steps with a base."""
+    with open_for_reading(url) as store:
+        return {int(key.split("/base/")[1][:12]) for key in store.far.list("") if "/base/" in key}
+
+
+def tagged(url: str) -> bool:
+    """Whether the tag stands, for a step that can be produced."""
+    rows = cli_json("tag", url)[1]["rows"]
+    return [(row["name"], row["step"], row["base"]) for row in rows] == [("good", 7, True)]
+
+
+def go_on(url: str) -> None:
+    """Claim, restore, open a term, train one step more, drain; as a user starts it again."""
+    try:
+        train(url, END + 1, flush_s=5 if url.endswith("parallel=1") else 60, **SETTINGS)
+    except AdaCheckError:
+        return
+
+
+def reached(url: str) -> bool:
+    """Whether that step is there."""
+    with open_for_reading(url) as store:
+        return restore_state([store.far], RUN).step == END + 1
+
+
+def flip(url: str) -> None:
+    """Damage a base that nothing but itself has."""
+    door = S3Door(url)
+    name = next(n for n in door.names() if "/base/000000000004-" in n and n.endswith("/c/0"))
+    data = bytearray(door.get(name))
+    data[9] ^= 4
+    door.put(name, bytes(data))
+
+
+ACTS = {
+    "gc": Act(
+        verb("gc", "--last", 1, "--every", 8, "--grace", 0, "--older", 0, "--apply"),
+        lambda url: bases(url) == {0, 8}, (0, 8, 10, END),
+    ),
+    "tag": Act(verb("tag", "good", 7), tagged, (0, 4, 7, END)),
+    "compact": Act(verb("compact", "--to", 7), lambda url: 7 in bases(url), (0, 4, 7, END)),
+    "go on": Act(go_on, reached, (0, 4, 7, END)),
+    "repair": Act(verb("fsck", "--repair"), lambda url: 4 not in bases(url), (0, 3, 7, END), flip),
+}  # fmt: skip
+
+
+def digests(url: str, steps: tuple[int, ...]) -> dict[int, bytes]:
+    """Of some steps the bytes of all arrays, out of S3 alone."""
+    found = {}
+    with open_for_reading(url) as store:
+        for step in steps:
+            arrays = restore_state([store.far], RUN, step=step).parts["p000000"].arrays
+            found[step] = b"".join(arrays[name].numpy().tobytes() for name in sorted(arrays))
+    return found
+
+
+class Bench:
+    """A store in the bucket, copied for each try."""
+
+    def __init__(self, real: Server, proxy: Proxy, url: str) -> None:
+        self._real, self._proxy, self._url = real, proxy, url
+
+    def copy(self) -> tuple[str, str]:
+        """URLs of a fresh copy: straight, and through the proxy."""
+        client = self._real.client()
+        here = self._url.partition("?")[0].rpartition("/")[2]
+        there = self._real.url().partition("?")[0].rpartition("/")[2]
+        for key in self._real.keys(f"{here}/"):
+            source = {"Bucket": BUCKET, "Key": key}
+            client.copy_object(Bucket=BUCKET, CopySource=source, Key=there + key[len(here) :])
+        through = self._real.url(there, self._proxy.endpoint, parallel="1")
+        return self._real.url(there), through
+
+    def count(self, act: Act) -> int:
+        """How many requests it takes."""
+        straight, through = self.copy()
+        act.before(straight)
+        self._proxy.restart()
+        act.run(through)
+        made = len(self._proxy.requests)
+        assert act.done(straight)
+        return made
+
+    def play(self, act: Act, script: Script, expected: dict[int, bytes]) -> None:
+        """One try, cut off or refused; what is there then, and when it was run again."""
+        straight, through = self.copy()
+        act.before(straight)
+        self._proxy.restart(script)
+        act.run(through)
+        self._proxy.restart()
+        assert digests(straight, act.stay) == expected
+        rows = [row for row in cli_json("fsck", straight)[1]["rows"] if row["row"] == "Finding"]
+        bad = [row for row in rows if row["severity"] == "damage"]
+        assert act.before is flip or not bad, bad
+        act.run(straight)
+        assert act.done(straight)
+        assert cli("gc", straight, "--last", 100, "--older", 0, "--apply").exit_code == 0
+        assert digests(straight, act.stay) == expected
+        code, document = cli_json("fsck", straight)
+        assert code == 0, document
+        assert not [row for row in document["rows"] if row.get("kind") == "unfinished"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A run in the bucket, of which nothing was pruned; its machine is gone."""
+    url, patch = server().url(), pytest.MonkeyPatch()
+    patch.setenv("ADACHECK_CACHE", str(tmp_path_factory.mktemp("cache")))
+    train(url, END, even=True, **SETTINGS)
+    patch.undo()
+    return url
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("name", ACTS)
+def test_cut_off_here_and_there(real: Server, proxy: Proxy, trained: str, name: str) -> None:
+    """At three places, each time in another way."""
+    act, bench = ACTS[name], Bench(real, proxy, trained)
+    expected, made = digests(trained, act.stay), bench.count(act)
+    assert made > 20
+    for part, script in enumerate(SCRIPTS.values(), 1):
+        bench.play(act, script(made * part // 4), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("turn", range(len(SCRIPTS)))
+@pytest.mark.parametrize("name", ACTS)
+def test_cut_off_everywhere(real: Server, proxy: Proxy, trained: str, name: str, turn: int) -> None:
+    """At each request, in ways that take turns; in all three turns each request in each way."""
+    act, bench, ways = ACTS[name], Bench(real, proxy, trained), list(SCRIPTS.items())
+    expected, made = digests(trained, act.stay), bench.count(act)
+    for number in range(made):
+        how, script = ways[(number + turn) % len(ways)]
+        try:
+            bench.play(act, script(number), expected)
+        except BaseException as error:
+            error.add_note(f"{how} at request {number} of {made}")
+            raise
