@@ -16,14 +16,20 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 THREADS_MAX = 4
-WINDOWS = 2
-"""Windows that are read while another one is folded."""
+LEGS = 2
+"""Legs that are read while another one is folded."""
+WINDOWS = 4
+"""Of a leg: reads of gradients are as long as an object, 8 MiB where they are kept in halves."""
+DELTAS = 8
+"""Of a leg: with `LEGS` and `WINDOWS` what bounds a fold's memory, however long a chain is."""
 
 
 class Now:
     """Reads what is asked for at once; the fold needs no memory beyond a window."""
 
-    windows = 0
+    legs = 0
+    windows = 1
+    deltas = 1
 
     def start(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Do it; raises what it raises."""
@@ -35,7 +41,9 @@ class Now:
 class Ahead(Now):
     """Reads in threads: a context that ends them, and what has not begun."""
 
+    legs = LEGS
     windows = WINDOWS
+    deltas = DELTAS
 
     def __init__(self, parallel: int = 1) -> None:
         """As many threads as there are processors, or as ``parallel`` reads that wait."""

@@ -1,14 +1,15 @@
 """The fold: base and deltas in, base out, block by block, the state in the cache once.
 
 Restore, compaction and export are this one function with different sinks. Windows of a section
-are taken one after another; in each, all deltas are applied before the next is read. Every
-fingerprint a delta carries is checked when the fold passes it.
+are taken some at a time, and so are the deltas: those are applied to each window while it lies in
+the cache. Every fingerprint a delta carries is checked when the fold passes it.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -37,7 +38,17 @@ from .engines import Piece, StepEngine
 from .fetch import ArrayReader, Want, lost_if_malformed, refused
 from .fingerprint import block_sum
 from .optimizers import check_groups, folds_alike, spec_named
-from .windows import Run, Spare, Updates, Window, decode, idle_pieces, pieces_of, runs_of
+from .windows import (
+    Leg,
+    Spare,
+    Updates,
+    Window,
+    cuts,
+    decode,
+    idle_pieces,
+    pieces_of,
+    updates_of,
+)
 
 WINDOW_BYTES = 4 << 20
 """Bytes of the narrowest role in a window: whole blocks of every role."""
@@ -176,16 +187,16 @@ class Fold:
     def steps(
         self, sink: Sink, reader: Now = NOW, only: Only | None = None
     ) -> Iterator[FoldReport]:  # fmt: skip
-        """Fold window by window, yielding the report after each; the last one is complete.
+        """Fold leg by leg, yielding the report after each; the last one is complete.
 
         A ``reader`` that reads ahead needs a sink whose windows are memory of their own. Of the
         sections that are not in ``only`` nothing is folded, counters included.
         """
-        waiting: deque[Window] = deque()
-        for window in self._windows(sink, only):
-            self._start(window, reader)
-            waiting.append(window)
-            if len(waiting) > reader.windows:
+        waiting: deque[Leg] = deque()
+        for leg in self._legs(sink, reader, only):
+            self._start(leg, reader)
+            waiting.append(leg)
+            if len(waiting) > reader.legs:
                 self._finish(waiting.popleft(), sink)
                 yield self.report
         while waiting:
@@ -196,8 +207,16 @@ class Fold:
         self.report.verified_through = self._verified_through()
         yield self.report
 
-    def _windows(self, sink: Sink, only: Only | None) -> Iterator[Window]:
-        """All windows, in order, with memory and nothing in it."""
+    def _legs(self, sink: Sink, reader: Now, only: Only | None) -> Iterator[Leg]:
+        """All legs, in order; nothing is read."""
+        for windows in self._windows(sink, reader.windows, only):
+            starts = range(0, len(self.deltas), reader.deltas)
+            groups = [self.deltas[at : at + reader.deltas] for at in starts] or [[]]
+            for number, deltas in enumerate(groups, 1):
+                yield Leg(windows, deltas, first=number == 1, last=number == len(groups))
+
+    def _windows(self, sink: Sink, most: int, only: Only | None) -> Iterator[list[Window]]:
+        """All windows, in order, up to so many at a time, with memory and nothing in it."""
         for section in self.layout.sections:
             if not section.slices or (only is not None and section.name not in only):
                 continue
@@ -208,59 +227,64 @@ class Fold:
             state, roles = self.base_body.states.get(section.name), self.roles(section)
             idle = set(range(len(section.slices)))
             whole = ((0, max(section.elements, 1)),)
-            for low, high in whole if only is None else only[section.name]:
-                for start in range(low, high, width):
-                    stop = min(start + width, high, section.elements)
+            ranges = cuts(section, width, whole if only is None else only[section.name])
+            for at in range(0, len(ranges), most):
+                found = []
+                for start, stop in ranges[at : at + most]:
                     views = {role: sink.window(section, role, start, stop) for role in roles}
                     pieces = pieces_of(section, start, stop, views, scratch, state) if steps else []
                     idle -= {piece.slice for piece in pieces}
-                    yield Window(section, start, stop, views, pieces)
+                    found.append(Window(section, start, stop, views, pieces))
+                yield found
             if steps and only is not None:
                 views = {role: sink.window(section, role, 0, 0) for role in roles}
-                yield Window(
+                yield [Window(
                     section, 0, 0, views, idle_pieces(section, sorted(idle), views, scratch, state)
-                )
+                )]  # fmt: skip
 
-    def _start(self, window: Window, reader: Now) -> None:
-        """Have everything read that the base and all deltas have for a window."""
-        ahead = reader.windows > 0
-        for role, view in window.views.items():
-            self._check_array(window.section, role)
-            name = f"{window.section.name}/{role}"
-            want = None
-            if self.base.info(name) is not None:
-                want = self.base.want(name, window.start, window.start + view.numel())
-            window.loads.append(reader.start(_load, want, view, ahead))
-        for delta in self.deltas:
-            updates: Updates = []
-            for number, update in enumerate(delta.body.updates):
-                if update.optimizer != window.section.optimizer:
-                    continue
-                grads = delta.grads[number]
-                stepping = [p for p in window.pieces if (window.section.name, p.slice) in grads]
-                runs = []
-                for grad, pieces, name, begin, end in runs_of(
-                    window.section, number, grads, stepping
-                ):
-                    want = delta.reader.want(name, begin, end)
-                    kept = reader.start(want.elements, self._spare.take)
-                    runs.append(Run(grad, pieces, kept))
-                updates.append((number, stepping, runs))
-            window.updates.append(updates)
+    def _start(self, leg: Leg, reader: Now) -> None:
+        """Have everything read that the base, at first, and the leg's deltas have for it."""
+        section = leg.windows[0].section
+        for window in leg.windows if leg.first else ():
+            for role, view in window.views.items():
+                self._check_array(section, role)
+                name = f"{section.name}/{role}"
+                want = None
+                if self.base.info(name) is not None:
+                    want = self.base.want(name, window.start, window.start + view.numel())
+                leg.loads.append(reader.start(_load, want, view, reader.legs > 0))
+        for delta in leg.deltas:
 
-    def _finish(self, window: Window, sink: Sink) -> None:
-        """Fold a window, as soon as all of it is here."""
-        section, start = window.section, window.start
-        for load in window.loads:
+            def read(name: str, begin: int, end: int, delta: Delta = delta) -> Future[Any]:
+                want = delta.reader.want(name, begin, end)
+                leg.reads.append(reader.start(want.elements, self._spare.take))
+                return leg.reads[-1]
+
+            found = [
+                updates_of(leg.windows, number, delta.grads[number], read)
+                for number, update in enumerate(delta.body.updates)
+                if update.optimizer == section.optimizer
+            ]
+            leg.updates.append([list(of_window) for of_window in zip(*found, strict=True)])
+
+    def _finish(self, leg: Leg, sink: Sink) -> None:
+        """Fold a leg, as soon as all of it is here."""
+        for load in leg.loads:
             load.result()
-        self._check(section, self.base_step, start, window.views, {})
-        for delta, updates in zip(self.deltas, window.updates, strict=True):
-            self._apply(section, delta, updates)
-            self._apply_sets(section, delta, start, window.stop, window.views)
-            self._check(section, delta.step, start, window.views, delta.sums)
-        for piece in window.pieces:
-            self._scalars[section.name, piece.slice] = dict(piece.scalars)
-        sink.done(section, start, window.stop, window.views)
+        for index, window in enumerate(leg.windows):
+            section, start = window.section, window.start
+            if leg.first:
+                self._check(section, self.base_step, start, window.views, {})
+            for delta, updates in zip(leg.deltas, leg.updates, strict=True):
+                self._apply(section, delta, updates[index] if updates else [])
+                self._apply_sets(section, delta, start, window.stop, window.views)
+                self._check(section, delta.step, start, window.views, delta.sums)
+            if leg.last:
+                for piece in window.pieces:
+                    self._scalars[section.name, piece.slice] = dict(piece.scalars)
+                sink.done(section, start, window.stop, window.views)
+        for read in leg.reads:
+            self._spare.give(read.result().view(torch.uint8))
 
     def _check_array(self, section: Section, role: str) -> None:
         info = self.base.info(f"{section.name}/{role}")
@@ -287,8 +311,6 @@ class Fold:
             with refused(delta.reader):
                 engine.apply(stepping, groups)
                 _refuse_new_state(stepping)
-            for run in runs:
-                self._spare.give(run.kept.result().view(torch.uint8))
 
     def _apply_sets(
         self, section: Section, delta: Delta, start: int, stop: int,

@@ -1,9 +1,13 @@
-"""A window of a fold: the elements of a section that are folded while they lie in the cache."""
+"""A window of a fold: the elements of a section that are folded while they lie in the cache.
+
+Windows side by side are read together, a leg of the way: a read of a window alone is so small
+that an object store takes longer to answer it than to send it.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,11 +25,12 @@ _HALVES = (torch.bfloat16, torch.float32)
 
 @dataclass(slots=True)
 class Run:
-    """Gradients of neighbouring pieces, one range of a delta's array, on their way here."""
+    """Gradients of neighbouring pieces: elements from ``at`` on of a read that is on its way."""
 
     grad: Grad
     pieces: Sequence[Piece]
-    kept: Future[torch.Tensor]
+    read: Future[torch.Tensor]
+    at: int
 
 
 class Spare:
@@ -55,24 +60,44 @@ class Spare:
             self._free.append(memory)
 
 
-Updates = list[tuple[int, Sequence[Piece], Sequence[Run]]]
+Updates = list[tuple[int, Sequence[Piece], list[Run]]]
 """A delta's updates of a section: their number, the pieces that step, and their gradients."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Window:
-    """Elements start..stop of a section: memory by role, pieces of slices, what is being read.
-
-    ``updates`` are those of each delta.
-    """
+    """Elements start..stop of a section: memory by role, and pieces of slices."""
 
     section: Section
     start: int
     stop: int
     views: Mapping[str, torch.Tensor]
     pieces: Sequence[Piece]
+
+
+@dataclass(slots=True)
+class Leg:
+    """Windows side by side, and some deltas that are folded into each of them.
+
+    ``loads`` are reads of the base, at the ``first`` leg of these windows, ``reads`` those of
+    gradients; ``updates`` are those of each delta, for each window.
+    """
+
+    windows: Sequence[Window]
+    deltas: Sequence[Any]
+    first: bool
+    last: bool
     loads: list[Future[None]] = field(default_factory=list)
-    updates: list[Updates] = field(default_factory=list)
+    reads: list[Future[torch.Tensor]] = field(default_factory=list)
+    updates: list[list[Updates]] = field(default_factory=list)
+
+
+def cuts(section: Section, width: int, ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Windows of ``width`` elements over ranges of a section."""
+    return [
+        (start, min(start + width, high, section.elements))
+        for low, high in ranges for start in range(low, high, width)
+    ]  # fmt: skip
 
 
 def pieces_of(
@@ -129,7 +154,35 @@ def _scalars(state: SectionState | None, index: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def runs_of(
+def updates_of(
+    windows: Sequence[Window], number: int, grads: Mapping[tuple[str, int], Grad],
+    start: Callable[[str, int, int], Future[torch.Tensor]],
+) -> list[tuple[int, Sequence[Piece], list[Run]]]:  # fmt: skip
+    """What a delta's update of this number does to each window.
+
+    ``start`` begins to read elements of one of its arrays; neighbours are read together.
+    """
+    found: list[tuple[int, Sequence[Piece], list[Run]]] = []
+    lots: list[tuple[str, int, int, list[tuple[list[Run], Grad, Sequence[Piece], int]]]] = []
+    for window in windows:
+        stepping = [p for p in window.pieces if (window.section.name, p.slice) in grads]
+        runs: list[Run] = []
+        found.append((number, stepping, runs))
+        for grad, pieces, name, begin, end in _runs(window.section, number, grads, stepping):
+            if lots and lots[-1][0] == name and lots[-1][2] == begin:
+                _, first, _, lot = lots.pop()
+            else:
+                first, lot = begin, []
+            lot.append((runs, grad, pieces, begin - first))
+            lots.append((name, first, end, lot))
+    for name, first, end, lot in lots:
+        read = start(name, first, end)
+        for runs, grad, pieces, at in lot:
+            runs.append(Run(grad, pieces, read, at))
+    return found
+
+
+def _runs(
     section: Section, number: int, grads: Mapping[tuple[str, int], Grad], pieces: Sequence[Piece]
 ) -> Iterator[tuple[Grad, Sequence[Piece], str, int, int]]:
     """The pieces' gradients, neighbours in one run: first gradient, pieces, and the array's name
@@ -154,7 +207,8 @@ def runs_of(
 
 def decode(run: Run, halves: bool) -> None:
     """Fill the pieces' gradients; with ``halves`` bfloat16 is left to the engine as it is."""
-    kept, target = run.kept.result(), _target(run.pieces)
+    target = _target(run.pieces)
+    kept = run.read.result()[run.at : run.at + target.numel()]
     if halves and run.grad.scale is None and (kept.dtype, target.dtype) == _HALVES:
         for piece in run.pieces:
             at = piece.grad.storage_offset() - target.storage_offset()
