@@ -335,7 +335,9 @@ class Fold:
         """Compare the window's blocks with the trainer's fingerprints of this step, if any."""
         for role, view in views.items():
             name = f"{section.name}/{role}"
-            expected = sums.get(name, {})
+            expected = sums.get(name)
+            if not expected and step != self.base_step:
+                continue
             size = item_bytes(section.dtypes[role])
             data = byte_view(view)
             first, end = start * size, start * size + len(data)
@@ -344,7 +346,7 @@ class Fold:
                 whole = first <= at and min(at + BLOCK_BYTES, section.elements * size) <= end
                 if step == self.base_step and not sums:
                     self._last_match[name, index] = step
-                elif index in expected and whole:
+                elif expected and index in expected and whole:
                     block = data[at - first : at - first + BLOCK_BYTES]
                     self._compare(name, index, step, block, expected[index])
 

@@ -25,6 +25,7 @@ from .s3_errors import ShortReadError
 from .s3_multipart import MULTIPART_BYTES, abandoned, abort, server_time, upload
 from .s3_place import S3Place, parse_s3
 from .s3_ranges import Ranges
+from .transfer import copy_into
 
 TOKEN = "adacheck-put"
 """Metadata of an object: which call has made it, so that a call whose reply was lost knows."""
@@ -187,6 +188,29 @@ class S3Objects:
         data = self._s3.call("get", key, quick, got=lambda data: len(data or b""))
         return self._s3.call("get", key, send, got=len) if data is None else data
 
+    def get_into(self, name: str, start: int, out: memoryview) -> int:
+        """Bytes of an object to where they are wanted, fewer where it ends before; how many.
+
+        Raises `RecordNotFoundError`.
+        """
+        check_name(name)
+        key, span = self.place.key(name), f"bytes={start}-{start + len(out) - 1}"
+
+        def fill(client: Any) -> int | None:
+            found = self._ranges.fill(client, key, span, out)
+            if found is not None:
+                _check_range(found[1], start, len(out), found[0])
+            return None if found is None else found[0]
+
+        count: int | None = None
+        if len(out):
+            count = self._s3.call("get", key, fill, got=_or_none)
+        if count is None:  # boto3 is to be asked, or there is nothing to read
+            data = self.get(name, start, len(out))
+            copy_into(out, 0, data)
+            count = len(data)
+        return count
+
     def list(self, prefix: str, most: int | None = None) -> Iterator[str]:
         """Names that begin with a prefix (empty, or ending in ``/``), sorted; at most so many.
 
@@ -299,3 +323,7 @@ def _check_range(said: str, start: int, length: int | None, got: int) -> None:
         raise ShortReadError(f"a range was asked for, and the reply has none: {said!r}") from exc
     if first != start or got != expected:
         raise ShortReadError(f"{got} bytes from {first}, not {expected} from {start}")
+
+
+def _or_none(count: int | None) -> int:
+    return count or 0

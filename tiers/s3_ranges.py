@@ -10,9 +10,11 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
+from http.client import HTTPResponse
 from typing import Any
 
 from .s3_errors import ShortReadError
+from .transfer import copy_into
 
 _VALID_S = 3600
 _SIGNED_MAX = 4096
@@ -32,6 +34,24 @@ class Ranges:
         None where the reply is no range, or the client has no connections to lend: it is to be
         asked itself. Raises what boto3 raises of connections, and `ShortReadError`.
         """
+        reply = self._ask(client, key, span)
+        if reply is None:
+            return None
+        data: bytes = reply.raw.read()
+        _check_length(reply, len(data))
+        return data, str(reply.headers.get("Content-Range", ""))
+
+    def fill(self, client: Any, key: str, span: str, out: memoryview) -> tuple[int, str] | None:
+        """The same into memory that has room for it, and how many bytes came."""
+        reply = self._ask(client, key, span)
+        if reply is None:
+            return None
+        count = _fill(reply.raw, out)
+        _check_length(reply, count)
+        return count, str(reply.headers.get("Content-Range", ""))
+
+    def _ask(self, client: Any, key: str, span: str) -> Any:
+        """The reply with its body still to come, if it is a range."""
         session = self._connections(client)
         if session is None:
             return None
@@ -45,10 +65,7 @@ class Ranges:
             with self._lock:
                 self._signed.pop(key, None)
             return None
-        data: bytes = reply.raw.read()
-        if len(data) != int(reply.headers.get("Content-Length", len(data))):
-            raise ShortReadError(f"{len(data)} bytes of {reply.headers['Content-Length']}")
-        return data, str(reply.headers.get("Content-Range", ""))
+        return reply
 
     @staticmethod
     def _connections(client: Any) -> Any:
@@ -70,3 +87,28 @@ class Ranges:
             while len(self._signed) > _SIGNED_MAX:
                 self._signed.popitem(last=False)
         return url
+
+
+def _check_length(reply: Any, count: int) -> None:
+    announced = int(reply.headers.get("Content-Length", count))
+    if count != announced:
+        raise ShortReadError(f"{count} bytes of {announced}")
+
+
+def _fill(raw: Any, out: memoryview) -> int:
+    """Read a reply's body to where it is wanted; returns how many bytes came."""
+    plain = getattr(raw, "_fp", None)  # urllib3 itself makes an object as long as the body
+    if not isinstance(plain, HTTPResponse):
+        data = raw.read(len(out))
+        copy_into(out, 0, data)
+        return len(data)
+    count = 0
+    try:
+        while count < len(out) and (got := plain.readinto(out[count:])):
+            count += got
+    finally:
+        if plain.isclosed() and count:  # read to its end: the connection serves on
+            raw.release_conn()
+        else:
+            raw.close()
+    return count

@@ -11,9 +11,10 @@ from __future__ import annotations
 import heapq
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from itertools import groupby
+from typing import TypeVar
 
 from adacheck_store.format.errors import (
     AdaCheckError,
@@ -32,7 +33,7 @@ from .blocks import check_range, span
 from .flight import Batch, Runway
 from .intake import Links, check_place, check_sources, placed
 from .objects import Objects, open_marked
-from .zarr_chunks import read_span
+from .zarr_chunks import Filling, fill_span, read_span
 from .zarr_meta import DOCUMENT, GroupHead
 from .zarr_packs import Pack, PackShelf, expand, place_of
 from .zarr_writer import Arrival, plan, take_group, take_pack
@@ -44,6 +45,10 @@ ASIDE = "_aside/"
 
 _TAIL = f"/{DOCUMENT}"
 _CACHE_GROUPS = 32
+
+T = TypeVar("T")
+_Take = Callable[[str, int, int, int], T]
+"""Takes bytes of a zarr array: its name, its chunk's bytes, the first one and the end."""
 
 
 class ZarrTier(Tier):
@@ -214,34 +219,52 @@ class ZarrTier(Tier):
 
     def read(self, key: str, array: str, first: int, count: int) -> bytes:
         """Bytes of a run of blocks, not verified."""
+
+        def get(name: str, chunk: int, start: int, stop: int) -> bytes:
+            return read_span(self.objects, name, chunk, start, stop, self._runway)
+
+        return self._read(key, array, first, count, get)
+
+    def read_into(self, key: str, array: str, first: int, count: int, out: memoryview) -> None:
+        """The same to where it is wanted."""
+        objects = self.objects
+        if not isinstance(objects, Filling):
+            super().read_into(key, array, first, count, out)
+            return
+
+        def fill(name: str, chunk: int, start: int, stop: int) -> None:
+            if stop - start != len(out):
+                raise TruncatedError(f"{stop - start} bytes of {array}, not {len(out)}")
+            fill_span(objects, name, chunk, start, out, self._runway)
+
+        self._read(key, array, first, count, fill)
+
+    def _read(self, key: str, array: str, first: int, count: int, take: _Take[T]) -> T:
+        """What ``take`` gives of blocks: it is told a zarr array, its chunk's bytes, and which."""
         with self._placed(key):
             parsed = _record_key(key)
             if parsed.kind in ("delta", "extra"):
-                return self._read_packed(parsed, array, first, count)
+                return self._read_packed(parsed, array, first, count, take)
             group = self._group(parsed, cached=True)
-            info = check_range(group.sealed, array, first, count)
-            start, stop = span(info, first, count)
-            name = f"{key}/{array}"
-            chunk = group.chunks[array]
-            return read_span(self.objects, name, chunk, start, stop, self._runway)
+            start, stop = span(check_range(group.sealed, array, first, count), first, count)
+            return take(f"{key}/{array}", group.chunks[array], start, stop)
 
-    def _read_packed(self, key: Key, array: str, first: int, count: int) -> bytes:
+    def _read_packed(self, key: Key, array: str, first: int, count: int, take: _Take[T]) -> T:
         try:
-            return self._read_from_packs(key, array, first, count)
+            return self._read_from_packs(key, array, first, count, take)
         except RecordNotFoundError:
             # A pack known here may be gone, and another have come in its place.
             self._shelf.forget(place_of(key))
-            return self._read_from_packs(key, array, first, count)
+            return self._read_from_packs(key, array, first, count, take)
 
-    def _read_from_packs(self, key: Key, array: str, first: int, count: int) -> bytes:
+    def _read_from_packs(self, key: Key, array: str, first: int, count: int, take: _Take[T]) -> T:
         trouble: RecordNotFoundError | TruncatedError | None = None
         for pack in self._shelf.find(key, known=True):
             sealed = pack.head(key.step)
             start, stop = span(check_range(sealed, array, first, count), first, count)
             at = pack.records[key.step].offset + array_offsets(sealed)[array]
             try:
-                start, stop = at + start, at + stop
-                return read_span(self.objects, pack.array, pack.chunk, start, stop, self._runway)
+                return take(pack.array, pack.chunk, at + start, at + stop)
             except (RecordNotFoundError, TruncatedError) as exc:
                 trouble = trouble or exc
                 self._shelf.drop(pack.key)

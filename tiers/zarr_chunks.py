@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol, runtime_checkable
+
 from adacheck_store.format.errors import MalformedError, RecordNotFoundError, TruncatedError
 
 from .flight import Batch, Runway
@@ -14,6 +18,18 @@ def chunk_name(array: str, index: int) -> str:
     return f"{array}/c/{index}"
 
 
+@runtime_checkable
+class Filling(Protocol):
+    """Objects that read to where the bytes are wanted, without a copy of their own."""
+
+    def get_into(self, name: str, start: int, out: memoryview) -> int:
+        """Fill ``out``, less where the object ends before; how many bytes.
+
+        Raises `RecordNotFoundError`.
+        """
+        ...
+
+
 def read_span(
     objects: Objects, array: str, chunk: int, start: int, stop: int, runway: Runway | None = None
 ) -> bytes:
@@ -21,27 +37,55 @@ def read_span(
 
     A missing chunk is `RecordNotFoundError`, never zeros; a short one `TruncatedError`.
     """
+
+    def one(part: tuple[int, int, int]) -> bytes:
+        index, at, wanted = part
+        with _chunk(array, index):
+            piece = objects.get(chunk_name(array, index), at, wanted)
+        _check_length(array, index, at + wanted, at + len(piece))
+        return piece
+
+    parts = _parts(chunk, start, stop)
+    pieces = runway.each(one, parts) if runway else [one(part) for part in parts]
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+def fill_span(
+    objects: Filling, array: str, chunk: int, start: int, out: memoryview, runway: Runway
+) -> None:
+    """What `read_span` gives, to where it is wanted: as many bytes as ``out`` has."""
+
+    def one(part: tuple[int, int, int]) -> None:
+        index, at, wanted = part
+        place = index * chunk + at - start
+        with _chunk(array, index):
+            count = objects.get_into(chunk_name(array, index), at, out[place : place + wanted])
+        _check_length(array, index, at + wanted, at + count)
+
+    runway.each(one, _parts(chunk, start, start + len(out)))
+
+
+def _parts(chunk: int, start: int, stop: int) -> list[tuple[int, int, int]]:
+    """The chunks that bytes start..stop lie in: index, first byte there, and how many."""
     parts: list[tuple[int, int, int]] = []
     while start < stop:
         index, at = divmod(start, chunk)
         parts.append((index, at, min(stop - start, chunk - at)))
         start += parts[-1][2]
-
-    def one(part: tuple[int, int, int]) -> bytes:
-        return _read_chunk(objects, array, *part)
-
-    pieces = runway.each(one, parts) if runway else [one(part) for part in parts]
-    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+    return parts
 
 
-def _read_chunk(objects: Objects, array: str, index: int, at: int, wanted: int) -> bytes:
+@contextmanager
+def _chunk(array: str, index: int) -> Iterator[None]:
     try:
-        piece = objects.get(chunk_name(array, index), at, wanted)
+        yield
     except RecordNotFoundError as exc:
         raise RecordNotFoundError(f"chunk {index} of {array} is missing") from exc
-    if len(piece) != wanted:
-        raise TruncatedError(f"chunk {index} of {array} ends after {at + len(piece)} bytes")
-    return piece
+
+
+def _check_length(array: str, index: int, expected: int, found: int) -> None:
+    if found != expected:
+        raise TruncatedError(f"chunk {index} of {array} ends after {found} bytes")
 
 
 class ChunkWriter:

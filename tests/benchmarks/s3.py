@@ -148,11 +148,11 @@ def _restore(real: Server) -> Row:
             found["restored"] = restore_state(store.tiers, "bench")
             found["calls"] = requests_in(store.far.requests())
 
-    raw_s, our_s = seconds(raw), seconds(ours)
+    raw_s, our_s, inverse = paired(raw, ours, 3)
     assert found["restored"].step == DELTAS
     return Row(
         f"S3 restore of a {PART_MIB} MiB part with {DELTAS} deltas / raw download",
-        f"{our_s / raw_s:.2f}", "<= 1.3", our_s / raw_s <= 1.3,
+        f"{1 / inverse:.2f}", "<= 1.3", 1 / inverse <= 1.3,
         f"{our_s:.1f} against {raw_s:.1f} s for {sum(sizes) / MIB:.0f} MiB, "
         f"{found['calls']} requests",
     )  # fmt: skip

@@ -25,6 +25,15 @@ def objects(real: Server, proxy: Proxy) -> S3Objects:
     return found
 
 
+def get(objects: S3Objects, start: int, length: int) -> bytes:
+    """The bytes of a range, read in both ways."""
+    out = bytearray(length)
+    count = objects.get_into("x", start, memoryview(out))
+    found = objects.get("x", start, length)
+    assert out[:count] == found
+    return found
+
+
 def signed(proxy: Proxy) -> list[bool]:
     """Of each request whether its URL was signed."""
     return ["X-Amz-Signature" in request.path for request in proxy.requests]
@@ -55,27 +64,55 @@ def test_a_signature_that_has_expired(
 
 def test_what_is_no_range(objects: S3Objects) -> None:
     """Beyond the end, of no length, of no object."""
-    assert objects.get("x", len(DATA), 5) == b""
-    assert objects.get("x", len(DATA) - 2, 5) == DATA[-2:]
+    assert get(objects, len(DATA), 5) == b""
+    assert get(objects, len(DATA) - 2, 5) == DATA[-2:]
+    assert get(objects, 5, 0) == b""
     with pytest.raises(RecordNotFoundError):
         objects.get("y", 1, 5)
+    for nbytes in (0, 5):
+        with pytest.raises(RecordNotFoundError):
+            objects.get_into("y", 1, memoryview(bytearray(nbytes)))
 
 
 def test_a_client_that_lends_no_connections(
     objects: S3Objects, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(s3_ranges.Ranges, "_connections", lambda self, client: None)
-    assert objects.get("x", 5, 5) == DATA[5:10]
-    assert signed(proxy) == [False]
+    assert get(objects, 5, 5) == DATA[5:10]
+    assert signed(proxy) == [False, False]
 
 
+def test_memory_is_filled_over_few_connections(objects: S3Objects, proxy: Proxy) -> None:
+    """Also where the place's own HTTP client is another than we know."""
+    out = bytearray(1000)
+    for start in range(0, 9000, 1000):
+        assert objects.get_into("x", start, memoryview(out)) == 1000
+        assert out == DATA[start : start + 1000]
+    assert signed(proxy) == [True] * 9
+    session = s3_ranges.Ranges._connections(objects._s3._client)
+    (pool,) = session._manager.pools._container.values()
+    assert pool.num_connections <= 2
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(s3_ranges, "HTTPResponse", tuple)
+        assert objects.get_into("x", 7, memoryview(out)) == 1000
+        assert out == DATA[7:1007]
+
+
+@pytest.mark.parametrize("way", ["get", "into"])
 @pytest.mark.parametrize("how", ["reset", "lost", "cut", "short", "error"])
-def test_a_reply_that_goes_wrong(objects: S3Objects, proxy: Proxy, quick: None, how: str) -> None:
+def test_a_reply_that_goes_wrong(
+    objects: S3Objects, proxy: Proxy, quick: None, how: str, way: str
+) -> None:
     def script(request: Request) -> Fault | None:
         return Fault(how) if request.number == 0 else None
 
     proxy.restart(script)
-    assert objects.get("x", 300, 5000) == DATA[300:5300]
+    if way == "get":
+        assert objects.get("x", 300, 5000) == DATA[300:5300]
+    else:
+        out = bytearray(5000)
+        assert objects.get_into("x", 300, memoryview(out)) == 5000
+        assert out == DATA[300:5300]
     assert len(proxy.requests) >= 2
 
 
