@@ -30,12 +30,11 @@ from adacheck_store.format.dtypes import item_bytes
 from adacheck_store.format.errors import MalformedError, ReplayMismatchError
 from adacheck_store.format.ids import BLOCK_BYTES, block_count
 from adacheck_store.format.layout import Layout, Section
-from adacheck_store.tiers.transfer import populate
 
 from .ahead import NOW, Now
 from .arrays import byte_view, to_typed, torch_dtype
 from .engines import Piece, StepEngine
-from .fetch import ArrayReader, Want, lost_if_malformed, refused
+from .fetch import ArrayReader, lost_if_malformed, refused
 from .fingerprint import block_sum
 from .optimizers import check_groups, folds_alike, spec_named
 from .windows import (
@@ -46,6 +45,7 @@ from .windows import (
     cuts,
     decode,
     idle_pieces,
+    load,
     pieces_of,
     updates_of,
 )
@@ -252,7 +252,7 @@ class Fold:
                 want = None
                 if self.base.info(name) is not None:
                     want = self.base.want(name, window.start, window.start + view.numel())
-                leg.loads.append(reader.start(_load, want, view, reader.legs > 0))
+                leg.loads.append(reader.start(load, want, view, reader.legs > 0))
         for delta in leg.deltas:
 
             def read(name: str, begin: int, end: int, delta: Delta = delta) -> Future[Any]:
@@ -269,8 +269,8 @@ class Fold:
 
     def _finish(self, leg: Leg, sink: Sink) -> None:
         """Fold a leg, as soon as all of it is here."""
-        for load in leg.loads:
-            load.result()
+        for loaded in leg.loads:
+            loaded.result()
         for index, window in enumerate(leg.windows):
             section, start = window.section, window.start
             if leg.first:
@@ -386,16 +386,6 @@ class Fold:
                     values.append(base.scalars[name][index] if base else None)
             scalars[name] = tuple(values)
         return SectionState(present=tuple(present), scalars=scalars)
-
-
-def _load(want: Want | None, view: torch.Tensor, fresh: bool) -> None:
-    """Fill a window's memory from the base, or with zeros where that has nothing."""
-    if fresh and view.numel():
-        populate(byte_view(view))
-    if want is None:
-        view.zero_()
-    else:
-        want.into(view)
 
 
 def _refuse_new_state(pieces: Sequence[Piece]) -> None:

@@ -16,9 +16,11 @@ import torch
 
 from adacheck_store.format.bodies import Grad, SectionState, grad_array
 from adacheck_store.format.layout import Section, Slice
+from adacheck_store.tiers.transfer import populate
 
-from .arrays import from_typed
+from .arrays import byte_view, from_typed
 from .engines import Piece
+from .fetch import Want
 
 _HALVES = (torch.bfloat16, torch.float32)
 
@@ -152,6 +154,16 @@ def _scalars(state: SectionState | None, index: int) -> dict[str, Any]:
         name: from_typed(values[index])
         for name, values in state.scalars.items() if values[index] is not None
     }  # fmt: skip
+
+
+def load(want: Want | None, view: torch.Tensor, fresh: bool) -> None:
+    """Fill a window's memory from the base, or with zeros where that has nothing."""
+    if fresh and view.numel():
+        populate(byte_view(view))
+    if want is None:
+        view.zero_()
+    else:
+        want.into(view)
 
 
 def updates_of(

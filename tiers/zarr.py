@@ -34,7 +34,7 @@ from .flight import Batch, Runway
 from .intake import Links, check_place, check_sources, placed
 from .objects import Objects, open_marked
 from .zarr_chunks import Filling, fill_span, read_span
-from .zarr_meta import DOCUMENT, GroupHead
+from .zarr_meta import DOCUMENT, GroupHead, owner
 from .zarr_packs import Pack, PackShelf, expand, place_of
 from .zarr_writer import Arrival, plan, take_group, take_pack
 
@@ -322,7 +322,7 @@ class ZarrTier(Tier):
         A put that is still going on shows here too.
         """
         with self._placed():
-            for owner, names in groupby(self.objects.list(prefix), key=_owner):
+            for owner, names in groupby(self.objects.list(prefix), key=owner):
                 found = tuple(names)
                 if f"{owner}{_TAIL}" not in found and found != (MARKER,):
                     yield from found
@@ -387,15 +387,6 @@ def _stepped(key: Key) -> bool:
 def _pack_place(key: Key) -> str:
     """The place of a pack; empty for any other key."""
     return place_of(key) if key.kind == "pack" else ""
-
-
-def _owner(name: str) -> str:
-    """Key of the record or pack an object belongs to by its name; empty for no key."""
-    parts = name.split("/")
-    for depth in (3, 4, 5):
-        if len(parts) > depth and is_key(key := "/".join(parts[:depth])):
-            return key
-    return ""
 
 
 def _below(prefix: str) -> str:

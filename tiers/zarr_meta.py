@@ -14,6 +14,7 @@ from adacheck_store.format.dtypes import item_bytes
 from adacheck_store.format.errors import MalformedError
 from adacheck_store.format.head import MAX_HEAD_BYTES, SealedHead
 from adacheck_store.format.ids import BLOCK_BYTES, block_count
+from adacheck_store.format.keys import is_key
 
 CHUNK_BYTES_MAX = 8 << 20
 STREAM_CHUNK_BYTES = 4 << 20
@@ -142,3 +143,12 @@ class GroupHead:
             info.name: check_chunk(info.nbytes, given.get(info.name)) for info in sealed.head.arrays
         }
         return cls(sealed, chunks)
+
+
+def owner(name: str) -> str:
+    """Key of the record or pack an object belongs to by its name; empty for no key."""
+    parts = name.split("/")
+    for depth in (3, 4, 5):
+        if len(parts) > depth and is_key(key := "/".join(parts[:depth])):
+            return key
+    return ""
