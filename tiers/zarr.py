@@ -322,9 +322,9 @@ class ZarrTier(Tier):
         A put that is still going on shows here too.
         """
         with self._placed():
-            for owner, names in groupby(self.objects.list(prefix), key=owner):
+            for key, names in groupby(self.objects.list(prefix), key=owner):
                 found = tuple(names)
-                if f"{owner}{_TAIL}" not in found and found != (MARKER,):
+                if f"{key}{_TAIL}" not in found and found != (MARKER,):
                     yield from found
 
     def times(self, prefix: str) -> dict[str, float]:
