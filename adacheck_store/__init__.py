@@ -14,11 +14,13 @@ if TYPE_CHECKING:
     from adacheck_store.trainer_hooks.attach import attach
     from adacheck_store.trainer_hooks.dcp import DcpReader
     from adacheck_store.trainer_hooks.dcp_writer import DcpWriter
+    from adacheck_store.trainer_hooks.grace import Stopped
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "Agents", "DcpReader", "DcpWriter", "Retention", "__version__", "attach", "register_optimizer",
+    "Agents", "DcpReader", "DcpWriter", "Retention", "Stopped", "__version__", "attach",
+    "register_optimizer",
 ]  # fmt: skip
 
 # Public name -> the module that defines it.
@@ -27,6 +29,7 @@ _LAZY = {
     "DcpReader": "adacheck_store.trainer_hooks.dcp",
     "DcpWriter": "adacheck_store.trainer_hooks.dcp_writer",
     "Retention": "adacheck_store.policy",
+    "Stopped": "adacheck_store.trainer_hooks.grace",
     "attach": "adacheck_store.trainer_hooks.attach",
     "register_optimizer": "adacheck_store.optimizer_kit",
 }

@@ -34,10 +34,11 @@ SECTIONS: list[tuple[str, str, list[tuple[str, str]]]] = [
     (
         "Training",
         "What a training loop uses. `import adacheck_store as ada` gives `ada.attach`, "
-        "`ada.Retention`, `ada.DcpReader` and `ada.register_optimizer`.",
+        "`ada.Retention`, `ada.Stopped`, `ada.DcpReader` and `ada.register_optimizer`.",
         [
             ("adacheck_store.trainer_hooks.attach", "attach"),
             ("adacheck_store.policy", "Retention"),
+            ("adacheck_store.trainer_hooks.grace", "Stopped"),
             ("adacheck_store.trainer_hooks.dcp", "DcpReader"),
             ("adacheck_store.trainer_hooks.checkpointer", "Checkpointer"),
             ("adacheck_store.trainer_hooks.checkpointer", "RestoreReport"),

@@ -101,7 +101,7 @@ class Control:
         error = refusal(shell, answer, run=shell.run, term=opened.term)
         if error is not None:
             raise error
-        shell.admit_trainer(caller, peer.client)
+        shell.admit_trainer(caller, peer)
         return {"boot": shell.boot}, b""
 
     def _key(self, head: Mapping[str, Any], payload: bytes, peer: PeerInfo) -> Answer:

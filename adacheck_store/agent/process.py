@@ -221,12 +221,12 @@ class _Agent:
         return 3 if behind else 0
 
     def _awaits_trainers(self) -> bool:
-        """Within a grace: true while trainers are here, whose last steps are still to come."""
+        """Within a grace: true while trainers live, whose last steps are still to come."""
         if not self._options.grace_s:
             return False
         self._shell.heartbeat(self._server.sessions)
         self._shell.hurry()  # a trainer that opens its term takes it back
-        return bool(self._shell.trainers)
+        return self._shell.awaited()
 
     def _idle(self) -> bool:
         quiet = time.monotonic() - self._shell.active_at

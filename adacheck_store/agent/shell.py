@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from adacheck_store.catalog import RecordRef, make_ref, read_catalog
@@ -71,7 +72,8 @@ class Shell:
         self.asked: dict[str, int] = {}
         self._tickets: dict[str, _Ticket] = {}
         self._serial = itertools.count(1)
-        self._trainers: dict[str, str] = {}
+        self._trainers: dict[str, PeerInfo] = {}
+        self._unheard: dict[str, PeerInfo] = {}
         self._callers: dict[str, Caller] = {}
         self._ending = threading.Event()
         self.active_at = time.monotonic()
@@ -95,10 +97,11 @@ class Shell:
         """Who holds the newest term; see `terms.holder_of`."""
         return holder_of(self.places[RAM], self.run, self.core.view.term)
 
-    def admit_trainer(self, caller: str, client: str) -> None:
-        """A trainer has opened its term; ``client`` is its name to the server."""
+    def admit_trainer(self, caller: str, peer: PeerInfo) -> None:
+        """A trainer has opened its term; ``peer`` is who it is to the server."""
         with self.lock:
-            self._trainers[caller] = client
+            self._trainers[caller] = peer
+            self._unheard.pop(caller, None)
             self.active_at = time.monotonic()
             self.core.drains.hurry = False
 
@@ -192,9 +195,9 @@ class Shell:
         with self.lock:
             sessions = look()
             clients = {session.client for session in sessions.values()}
-            gone = [name for name, client in self._trainers.items() if client not in clients]
+            gone = [name for name, peer in self._trainers.items() if peer.client not in clients]
             for name in gone:
-                del self._trainers[name]
+                self._unheard[name] = self._trainers.pop(name)
                 self.tell(ev.Closed(name))
             if any(not session.proven for session in sessions.values()):
                 self.active_at = time.monotonic()
@@ -203,6 +206,7 @@ class Shell:
     def close_trainer(self, caller: str) -> None:
         """A trainer says that it is done."""
         with self.lock:
+            self._unheard.pop(caller, None)
             if self._trainers.pop(caller, None) is not None:
                 self.tell(ev.Closed(caller))
 
@@ -210,6 +214,14 @@ class Shell:
     def trainers(self) -> list[str]:
         """Names of the trainers that are connected."""
         return sorted(self._trainers)
+
+    def awaited(self) -> bool:
+        """Whether trainers are connected, or live though they are not heard of just now."""
+        with self.lock:
+            dead = [name for name, peer in self._unheard.items() if not _lives(peer)]
+            for name in dead:
+                del self._unheard[name]
+            return bool(self._trainers or self._unheard)
 
     @property
     def callers(self) -> list[Caller]:
@@ -319,3 +331,12 @@ def _core_settings(settings: Settings, places: Mapping[int, Tier]) -> AgentSetti
         places=lower, window=settings.window, base_every=settings.base_every,
         object_lag=settings.object_lag, object_lag_s=settings.object_lag_s,
     )  # fmt: skip
+
+
+def _lives(peer: PeerInfo) -> bool:
+    """Whether a process of this node lives, be it stopped."""
+    try:
+        stat = Path("/proc", peer.where.removeprefix("pid "), "stat").read_text(encoding="utf-8")
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in ("Z", "X")

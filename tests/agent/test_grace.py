@@ -1,12 +1,13 @@
 """SIGTERM to an agent with a grace: never exceeded, and the trainers' last steps are awaited."""
 
+import signal
 import subprocess
 import sys
 import time
 
 from adacheck_store.restore import restore_state
 from adacheck_store.store import open_store
-from tests.agent.kit import ROOT, Node, Trainer, until
+from tests.agent.kit import ROOT, WAIT_S, Node, Trainer, until
 from tests.agent.trainer import RUN
 
 HANGING = """
@@ -41,7 +42,7 @@ def test_far_tier_that_hangs_is_left_within_the_grace(here: Node, tmp_path) -> N
 
 
 def test_trainers_are_awaited(here: Node) -> None:
-    agent = here.agent("--grace", "60")
+    agent = here.agent("--grace", "600")  # more than a busy machine takes to get there
     trainer = Trainer(here, 20)
     trainer.reach(1)
     agent.terminate()
@@ -54,7 +55,30 @@ def test_trainers_are_awaited(here: Node) -> None:
     time.sleep(1.0)
     assert here.pid() == agent.pid, "it answers still"
     trainer.kill()
-    assert agent.wait(60) == 0
+    assert agent.wait(WAIT_S) == 0
     assert "ended, all is drained" in agent.stdout.read()
     with open_store(here.url) as store:
         assert restore_state([store.far], RUN).step == 20
+
+
+def test_a_trainer_that_is_not_heard_of_is_awaited(here: Node) -> None:
+    """Stopped, or without a processor, for longer than it takes to count as gone."""
+    agent = here.agent("--grace", "600")
+    trainer = Trainer(here, 1_000_000)
+    trainer.reach(3)
+    agent.terminate()
+    trainer.process.send_signal(signal.SIGSTOP)
+
+    def left_alone() -> bool:
+        told = here.status()
+        waiting = [place["waiting_records"] for place in told["drains"].values()]
+        return not told["trainers"] and not any(waiting)
+
+    until(left_alone, "it counts as gone, and all it has sent is drained")
+    time.sleep(1.0)
+    assert here.pid() == agent.pid
+    trainer.process.send_signal(signal.SIGCONT)
+    until(lambda: here.status()["trainers"], "it is back")
+    trainer.kill()
+    assert agent.wait(WAIT_S) == 0
+    assert "ended, all is drained" in agent.stdout.read()

@@ -152,48 +152,78 @@ def test_garbage_where_a_call_comes_next(agent: Agent, way: str, what: str) -> N
 @pytest.mark.parametrize("way", WAYS)
 def test_half_open_connections(agent: Agent, way: str) -> None:
     """Three hundred that connect and say nothing, or half of something: ended, others served."""
-    socks = [plain(agent.endpoint(way)) for _ in range(300)]
-    for sock in socks[::2]:
-        with suppress(OSError):
-            sock.sendall(wire.encode(Kind.CALL, 0, {"verb": "hello"})[:-5])
-    assert 0 < agent.stats()["pending"] <= BOUNDS.pending
+    socks, seen = [], []
+    for number in range(300):
+        socks.append(plain(agent.endpoint(way)))
+        if number % 2 == 0:
+            with suppress(OSError):
+                socks[-1].sendall(wire.encode(Kind.CALL, 0, {"verb": "hello"})[:-5])
+        if number % 20 == 19:  # on a busy machine the first are ended before the last come
+            seen.append(agent.stats()["pending"])
+    assert 0 < max(seen) <= BOUNDS.pending
     agent.serves()
-    wait_until(lambda: agent.stats()["pending"] == 0, 5)
+    wait_until(lambda: agent.stats()["pending"] == 0, 20)
     for sock in socks:
         sock.close()
+
+
+class Beating:
+    """Sessions whose pulses are kept, and closed in the end."""
+
+    def __init__(self) -> None:
+        self.sessions: list[Session] = []
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._beat)
+        self._error: BaseException | None = None
+
+    def _beat(self) -> None:
+        try:
+            while not self._stop.wait(LIMITS.beat_s):
+                # All are asked before one is heard: a busy machine takes long for each by itself.
+                beating = list(self.sessions)
+                for session in beating:
+                    session.pulse.say({"verb": "ping"})
+                for session in beating:
+                    assert session.pulse.hear().kind is Kind.ANSWER
+        except BaseException as error:
+            self._error = error
+
+    def __enter__(self) -> "Beating":
+        self._thread.start()
+        return self
+
+    def stop(self) -> None:
+        """Let them fall silent; none of them was ended before."""
+        self._stop.set()
+        self._thread.join(timeout=60)
+        assert not self._thread.is_alive()
+        assert self._error is None, repr(self._error)
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for session in self.sessions:
+            session.close()
 
 
 @pytest.mark.parametrize(("way", "count"), [("unix", 500), ("tls", 40)])
 def test_idle_clients(agent: Agent, way: str, count: int) -> None:
     """Many that live and ask for nothing: no thread for any, and others are served."""
     before = agent.stats()
-    sessions = [Session(agent.endpoint(way), 0, KEY)]
-    stop = threading.Event()
-
-    def beat() -> None:
-        while not stop.wait(0.5):
-            for session in list(sessions):
-                session.beat()
-
-    beating = threading.Thread(target=beat)
-    beating.start()
-    while len(sessions) < count:
-        sessions.append(Session(agent.endpoint(way), 0, KEY))
-    stats = agent.stats()
-    assert stats["sessions"] >= count
-    assert stats["threads"] <= before["threads"] + 2
-    assert stats["rss"] < before["rss"] + (100 << 20)
-    agent.serves()
-    if way == "unix":
-        time.sleep(LIMITS.beat_s + LIMITS.silence_s + 0.2)
-        assert agent.stats()["sessions"] >= count
-    stop.set()
-    beating.join(timeout=10)
-    if way == "unix":
-        # Silent ones are ended, though their sockets stay open.
-        wait_until(lambda: agent.stats()["sessions"] <= before["sessions"], NOTICE_S + 2)
-    for session in sessions:
-        session.close()
+    with Beating() as beating:
+        for _ in range(count):
+            beating.sessions.append(Session(agent.endpoint(way), 0, KEY))
+        stats = agent.stats()
+        assert stats["sessions"] >= count
+        assert stats["threads"] <= before["threads"] + 2
+        assert stats["rss"] < before["rss"] + (100 << 20)
+        agent.serves()
+        if way == "unix":
+            time.sleep(LIMITS.beat_s + LIMITS.silence_s + 0.2)
+            assert agent.stats()["sessions"] >= count
+        beating.stop()
+        if way == "unix":
+            # Silent ones are ended, though their sockets stay open.
+            wait_until(lambda: agent.stats()["sessions"] <= before["sessions"], 20)
 
 
 @pytest.mark.parametrize(("way", "drip"), [("unix", False), ("unix", True), ("tls", False)])
