@@ -131,12 +131,16 @@ def test_restored_from_the_url_alone(
     assert second.every("restored") == [newest] * launcher.ranks
     assert second.every("restored", "tiers") == [["zarr"]] * launcher.ranks
     assert second.every("final", "digest") == [known[STEPS][0] for known in reference]
-    written = safetensors.torch.load_file(file)
-    dumped = safetensors.torch.load_file(tmp_path / "dumped.safetensors")
-    assert {name for name in written if name.startswith("model/")} == {f"model/{n}" for n in dumped}
-    for name, tensor in dumped.items():
-        assert torch.equal(written[f"model/{name}"], tensor), name
+    check_files(file, tmp_path / "dumped.safetensors")
     assert place.newest(launcher.ranks) == STEPS
+
+
+def check_files(written: Path, dumped: Path) -> None:
+    """What the command has written is what the ranks together have loaded."""
+    found, had = safetensors.torch.load_file(written), safetensors.torch.load_file(dumped)
+    assert {name for name in found if name.startswith("model/")} == {f"model/{n}" for n in had}
+    for name, tensor in had.items():
+        assert torch.equal(found[f"model/{name}"], tensor), name
 
 
 def _half_a_base(door: S3Door, place: Place, newest: int) -> int:
@@ -179,7 +183,7 @@ def _flipped(door: S3Door, place: Place, newest: int) -> int:
 )
 def test_restored_from_a_damaged_bucket(
     trained: tuple[Launcher, list[dict[int, tuple[str, str]]]], lost: tuple[Place, Attempt],
-    real: Server, harm,
+    real: Server, tmp_path: Path, harm,
 ) -> None:  # type: ignore[no-untyped-def]  # fmt: skip
     """To the newest step that can still be proven, bit for bit, and it is said what is damaged."""
     (launcher, reference), (place, _) = trained, lost
@@ -188,10 +192,14 @@ def test_restored_from_a_damaged_bucket(
     expected = harm(S3Door(place.url), place, newest)
     code, document = cli_json("fsck", place.url)
     assert code == int(expected < newest), document["rows"]
-    third = place.start(launcher, "third", inspect=True)
+    by_command, by_call = tmp_path / "command.safetensors", tmp_path / "call.safetensors"
+    code, document = cli_json("restore", place.url, by_command)
+    assert (code, document["rows"][0]["step"]) == (0, expected)
+    third = place.start(launcher, "third", inspect=True, dump=str(by_call))
     assert third.wait() == [0] * launcher.ranks
     check_against(reference, third)
     assert third.every("restored") == [expected] * launcher.ranks
+    check_files(by_command, by_call)
     if expected < newest:
         assert any("p000001" in str(reason) for reason in third.every("restored", "reasons")[0])
 
@@ -202,10 +210,14 @@ def test_a_zombie_writes_on(
 ) -> None:
     """The lost machine was only cut off: it trains on while another restores. One line remains."""
     launcher, reference = trained
-    place = Place(real, tmp_path)
-    zombie = place.start(launcher, "zombie", pause_s=PAUSE_S)
+    place, file = Place(real, tmp_path), tmp_path / "beside.safetensors"
+    zombie = place.start(launcher, "zombie", pause_s=5 * PAUSE_S)
     while zombie.alive() and place.newest(launcher.ranks) < 4:
         time.sleep(0.05)
+    had = place.newest(launcher.ranks)
+    code, document = cli_json("restore", place.url, file)
+    assert (code, zombie.alive()) == (0, True)
+    assert had <= document["rows"][0]["step"] <= zombie.last_step() + WINDOW
     second = place.start(launcher, "second", pause_s=0.02)
     assert second.wait() == [0] * launcher.ranks
     codes = zombie.wait()
@@ -237,12 +249,15 @@ def test_restored_newer_than_s3_before_the_loss(
     place.lose(second, "first")
     restored = second.every("restored")[0]
     assert restored >= had
-    newest = place.newest(launcher.ranks)
-    third = place.start(launcher, "third")
+    newest, file = place.newest(launcher.ranks), tmp_path / "command.safetensors"
+    code, document = cli_json("restore", place.url, file)
+    assert (code, document["rows"][0]["step"]) == (0, newest)
+    third = place.start(launcher, "third", dump=str(tmp_path / "call.safetensors"))
     assert third.wait() == [0] * launcher.ranks
     for attempt in (first, second, third):
         check_against(reference, attempt)
     assert third.every("restored") == [newest] * launcher.ranks
+    check_files(file, tmp_path / "call.safetensors")
     assert third.every("final", "digest") == [known[STEPS][0] for known in reference]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections import Counter
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 import safetensors.torch
@@ -146,6 +147,19 @@ def test_two_runs_and_two_stores_beside_each_other(real: Server) -> None:
         assert cli_json("fsck", name, f"--run={run}")[0] == 0
     with open_for_reading(url) as store:
         assert all(key.startswith("run1/") for key in store.far.list("run1/"))
+
+
+def test_a_prefix_in_many_scripts(real: Server, tmp_path: Path) -> None:
+    """Spaces, umlauts, ideograms and signs that URLs use themselves: written, listed, restored."""
+    name = f"{tmp_path.name} ü/专家 +&=%25"
+    url = real.url(quote(name, safe="/"))
+    toy = train(url, 6)
+    assert real.keys(f"{name}/{RUN}/log/")
+    assert cli("fsck", url).exit_code == 0
+    assert cli("gc", url, "--last", 1, "--grace", 0, "--apply").exit_code == 0
+    shutil.rmtree(tmp_path / "cache")
+    with open_for_reading(url) as store:
+        assert toy.same_as(restore_state(store.tiers, RUN).parts["p000000"])
 
 
 def test_somebody_elses_bucket(real: Server) -> None:

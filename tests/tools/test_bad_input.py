@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.tools.stores import LOCK, RUN, cli, cli_json, tree_digest
+from tests.tools.stores import (
+    LAST,
+    LOCK,
+    RUN,
+    cli,
+    cli_json,
+    keys_of,
+    restored,
+    train,
+    tree_digest,
+)
 
 VERBS = ["ls", "log", "status", "fsck", "compact"]
 
@@ -102,6 +113,31 @@ def test_target_in_no_folder(store: Path, tmp_path: Path) -> None:
     assert "is a folder" in refused("restore", store, tmp_path)
     assert "does not exist" in refused("restore", store, tmp_path / "no" / "out")
     assert tree_digest(store) == before
+
+
+def test_a_term_deleted_from_the_middle(tmp_path: Path) -> None:
+    """It is named; what stands without it is restored, kept by gc, and gone on with."""
+    store = tmp_path / "store"
+    for to in (LAST - 10, LAST, LAST + 12):
+        train(str(store), to, even=True, keep_bases=100)
+    shutil.rmtree(store / "lmdb")
+    (middle,) = (store / "objects" / RUN).glob("t000002-*")
+    shutil.rmtree(middle)
+    code, found = cli_json("fsck", store)
+    assert code == 1
+    assert any(middle.name in str(row) for row in found["rows"] if row["row"] == "Finding")
+    assert restored(store).step == LAST + 12
+    given = ("--format", "safetensors", "--step", LAST - 2)
+    line = refused("export", store, tmp_path / "out", *given)
+    assert "nearest provable steps" in line
+    assert not (tmp_path / "out").exists()
+    before = set(keys_of(store, "zarr", "base"))
+    code, rows = cli_json("gc", store, "--last", 1, "--grace", 0, "--apply")
+    assert code == 0, rows
+    gone = before - set(keys_of(store, "zarr", "base"))
+    assert not any("/t000001-" in key for key in gone), "of what hangs on nothing nothing goes"
+    toy = train(str(store), LAST + 14)
+    assert toy.same_as(restored(store).parts["p000000"])
 
 
 def test_error_as_json(store: Path) -> None:
