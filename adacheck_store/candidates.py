@@ -24,7 +24,7 @@ from .catalog import Catalog, read_catalog
 from .deaths import Ceiling
 from .fetch import BlocksLostError, Fetcher
 from .group import SOLO, Group, lead, share
-from .parting import parted
+from .parting import REASON_MAX, harm_of, parted
 from .plan_json import decode_plan, encode_plan
 from .recovery import NOWHERE, Nearness, RestorePlan, nearer, plan_restore
 
@@ -32,9 +32,6 @@ T = TypeVar("T")
 
 REASONS_MAX = 20
 """Damaged records named when steps were lost to them."""
-
-REASON_MAX = 2000
-"""Characters of a reason that are kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,8 +114,13 @@ def carry_out(
     while True:
         plan = lead(group, "plan", planner.plan, encode=encode_plan, decode=decode_plan)
         fetcher = Fetcher(tiers)
-        if why := parted(fetcher, plan, group):
-            planner.refuse(plan, why)
+        parting = parted(fetcher, plan, group)
+        if parting.harms:
+            planner.blame(parting.damage)
+            planner.learn(plan, parting.harms)
+            continue
+        if parting.why:
+            planner.refuse(plan, parting.why)
             continue
         results: list[T] = []
         damages: list[AdaCheckError] = []
@@ -144,10 +146,10 @@ def carry_out(
 
 def _harm(error: BlocksLostError | ReplayMismatchError) -> dict[str, Any]:
     """Damage that was met, as JSON."""
-    why = str(error)[:REASON_MAX].encode("utf-8", "replace").decode()
     if isinstance(error, ReplayMismatchError):
+        why = str(error)[:REASON_MAX].encode("utf-8", "replace").decode()
         return {"why": why, "last_match": error.last_match}
-    return {"why": why, "lost": [list(pair) for pair in error.lost]}
+    return harm_of(error)
 
 
 def _unread(catalog: Catalog, lost: bool) -> list[str]:

@@ -113,6 +113,19 @@ def _walk(catalog: Catalog, term: str) -> tuple[tuple[Segment, ...], str]:
     return tuple(reversed(segments)), ""
 
 
+def doubt(line: Sequence[Segment], step: int) -> str:
+    """See `Prover.doubt`."""
+    for segment in line:
+        for _, manifest in segment.revisions if segment.covers(step) else ():
+            found = manifest.redundancy
+            if found is not None and found.agreed < step < manifest.step:
+                return (
+                    f"step {step}: copies on several ranks were equal at step {found.agreed}, "
+                    f"and no longer at step {manifest.step}; one of them was kept"
+                )
+    return ""
+
+
 class Prover:
     """Proofs of all parts along a line, computed once; answers for any step."""
 
@@ -168,15 +181,7 @@ class Prover:
         Where copies have come apart, one of them was kept between the last step at which they were
         equal and the one at which that was found.
         """
-        for segment in self.line:
-            for _, manifest in segment.revisions if segment.covers(step) else ():
-                found = manifest.redundancy
-                if found is not None and found.agreed < step < manifest.step:
-                    return (
-                        f"step {step}: copies on several ranks were equal at step {found.agreed}, "
-                        f"and no longer at step {manifest.step}; one of them was kept"
-                    )
-        return ""
+        return doubt(self.line, step)
 
     def provable_steps(self) -> list[int]:
         """All provable steps of the line, oldest first."""

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 from adacheck_store.format.bodies import decode_extra
 from adacheck_store.format.canonical import Scalar
@@ -26,8 +27,9 @@ from .catalog import Catalog, RecordRef, read_catalog
 from .config import made_at
 from .drain import TierSource
 from .fetch import ArrayReader, BlocksLostError, Fetcher
+from .parting import parted
 from .policy import Facts, Retention, chosen
-from .recovery import Prover, RestorePlan, tolerant_line
+from .recovery import Prover, RestorePlan, doubt, tolerant_line
 from .terms import last_index, read_log
 
 log = logging.getLogger(__name__)
@@ -88,12 +90,12 @@ def choose_floor(
 
 
 def _choose(
-    catalog: Catalog, terms: tuple[str, ...], plans: Sequence[RestorePlan], keep_bases: int,
+    catalog: Catalog, terms: tuple[str, ...], plans: Iterable[RestorePlan], keep_bases: int,
     not_above: int | None,
 ) -> FloorChoice | None:  # fmt: skip
     lowest = max((floor.step for floor in _floors(catalog, terms)), default=0)
-    above = [plan for plan in plans if plan.step >= lowest]
-    for plan in above[keep_bases - 1 :]:
+    above = (plan for plan in plans if plan.step >= lowest)
+    for plan in islice(above, keep_bases - 1, None):
         if not_above is None or plan.step <= not_above:
             if not _refers_below(catalog, plan.step):
                 bases = tuple(part.base for part in plan.parts)
@@ -114,12 +116,15 @@ def plan_floor(
 
     ``own`` are the parts and the ranks that the tier is to prove, where they are not all. Below the
     floor stay tagged steps and what ``retention`` says; without one, what the last floor kept.
+    Steps that a restore would pass over, for copies had come apart, count for nothing.
     """
     logged = last_index(tier, run)
     catalog = tier_catalog(tier, run)
     catalog = catalog if own is None else catalog.only(*own)
     terms, plans = standing(catalog)
-    choice = _choose(catalog, terms, plans, keep_bases, cap)
+    # A tier of some parts alone cannot ask all ranks' witnesses; its cap has.
+    offered = plans if own is not None else (p for p in plans if _is_offered(tier, catalog, p))
+    choice = _choose(catalog, terms, offered, keep_bases, cap)
     if choice is None or choice.step <= current:
         return None
     read_back(tier, choice.bases)
@@ -130,7 +135,10 @@ def plan_floor(
         left = [plan for plan in plans if plan.step not in bad]
         kept = _kept(tier, catalog, choice, left, retention)
         fresh = [plan for plan in left if plan.step in kept and plan.step not in before]
-        worse = {plan.step for plan in fresh if not _verifies(tier, plan)}
+        worse = {
+            plan.step for plan in fresh
+            if not (_verifies(tier, plan) and (own is not None or _is_offered(tier, catalog, plan)))
+        }  # fmt: skip
         if not worse:
             return replace(choice, kept=kept, logged=logged)
         bad |= worse  # what does not verify keeps nothing: another step of its stretch may
@@ -202,11 +210,28 @@ def _verifies(tier: Tier, plan: RestorePlan) -> bool:
     try:
         _read_all(fetcher, [*(part.base for part in plan.parts), *extras])
     except (FormatError, RecordNotFoundError, BlocksLostError):
-        for failure in fetcher.failures:
-            if _may_pass(failure):
-                raise failure from None
+        _raise_unread(fetcher)
         return False
     return True
+
+
+def _is_offered(tier: Tier, catalog: Catalog, plan: RestorePlan) -> bool:
+    """Whether a restore takes a step without being asked for it; raises what may pass."""
+    if plan.manifest.redundancy is None:
+        return True
+    if doubt(tolerant_line(catalog), plan.step):
+        return False
+    fetcher = Fetcher([tier])
+    parting = parted(fetcher, plan)
+    if parting.harms:
+        _raise_unread(fetcher)
+    return not (parting.harms or parting.why)
+
+
+def _raise_unread(fetcher: Fetcher) -> None:
+    for failure in fetcher.failures:
+        if _may_pass(failure):
+            raise failure from None
 
 
 def _may_pass(error: AdaCheckError) -> bool:

@@ -147,6 +147,10 @@ KINDS: dict[str, Kind] = {
         DAMAGE, "these steps cannot be restored", "bring back the tier or record that is missing; "
         "steps behind them hang on a base of their own", "INV-26",
     ),
+    "parted": Kind(
+        INFO, "copies on several ranks had been changed in different ways, and one was kept",
+        "none: each rank's own are kept since the ranks compared them",
+    ),
     "declared-gap": Kind(INFO, "these steps were never saved, or proven wrong", "none"),
     "hole": Kind(DAMAGE, "this tier alone cannot produce these steps", _ALONE, "INV-33"),
     "base-missing": Kind(

@@ -93,12 +93,12 @@ def check_run(store: Store, run: str, progress: Progress = silent, deep: int = 0
         yield from check_floors(name, held, floors, partial=name != store.far.traits.name)
         yield from check_holes(name, held, bad[name])
     yield from check_drift(sound)
-    yield from check_steps(sound)
+    yield from check_steps(sound, store.tiers)
     yield from check_tags(store.far.traits.name, sound)
     if deep:
         yield from check_folds(store.tiers, sound, deep, progress)
     if len(alone) > 1:
-        yield from provable_alone(run, alone)
+        yield from provable_alone(run, alone, store.tiers)
 
 
 def _completed(

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from adacheck_store.catalog import Catalog, Gaps, RecordRef
 from adacheck_store.format.errors import AdaCheckError
 from adacheck_store.format.keys import Term, rank_name
 from adacheck_store.format.manifest import Floor, Manifest
+from adacheck_store.parting import offered
 from adacheck_store.proof import Segment
 from adacheck_store.recovery import Prover, RestorePlan, line_of
+from adacheck_store.tiers.base import Tier
 
 from .findings import Finding, Provable, finding
 from .ls import line_prover
@@ -265,19 +267,22 @@ def _gaps(catalog: Catalog, term: str) -> Gaps:
     return Gaps(span for place in places for span in catalog.gaps(place).spans)
 
 
-def check_steps(catalog: Catalog) -> Iterator[Finding | Provable]:
+def check_steps(catalog: Catalog, tiers: Sequence[Tier]) -> Iterator[Finding | Provable]:
     """Which steps of the line are provable from all tiers, and why others are not."""
     prover = line_prover(catalog)
     if prover is None:
         return
     reasons: dict[int, str] = {}
     good: list[int] = []
+    apart: set[int] = set()
     for step in reversed(prover.seen_steps()):
-        plan = prover.prove(step)
+        plan = offered(tiers, prover, step)
         if isinstance(plan, RestorePlan):
             good.append(step)
-        else:
-            reasons[step] = plan
+            continue
+        reasons[step] = plan
+        if isinstance(prover.prove(step), RestorePlan):
+            apart.add(step)
     newest = max(good, default=None)
     gaps = {segment.term: _gaps(catalog, segment.term) for segment in prover.line}
     groups: dict[str, list[int]] = defaultdict(list)
@@ -285,7 +290,9 @@ def check_steps(catalog: Catalog) -> Iterator[Finding | Provable]:
         segment = prover.segment_of(step)
         if segment is not None and _superseded(catalog, segment, step):
             continue
-        if segment is not None and step in gaps[segment.term]:
+        if step in apart:
+            groups["parted"].append(step)
+        elif segment is not None and step in gaps[segment.term]:
             groups["declared-gap"].append(step)
         else:
             after = newest is not None and step > newest
@@ -293,7 +300,8 @@ def check_steps(catalog: Catalog) -> Iterator[Finding | Provable]:
     for kind, steps in groups.items():
         for low, high in spans(steps):
             what = f"steps {low}..{high}" if high > low else f"step {low}"
-            yield finding(kind, f"{what} of the line cannot be proven: {reasons[low]}",
+            verb = "is passed over" if kind == "parted" else "cannot be proven"
+            yield finding(kind, f"{what} of the line {verb}: {reasons[low]}",
                           run=catalog.run)  # fmt: skip
     yield provable(catalog.run, "all", good)
     yield from _branches(catalog, {segment.term for segment in prover.line})
@@ -332,11 +340,16 @@ def provable(run: str, tier: str, steps: Iterable[int]) -> Provable:
     )  # fmt: skip
 
 
-def provable_alone(run: str, alone: Mapping[str, Catalog]) -> Iterator[Provable]:
+def provable_alone(
+    run: str, alone: Mapping[str, Catalog], tiers: Sequence[Tier]
+) -> Iterator[Provable]:
     """Which steps each tier proves by itself."""
-    for tier, catalog in alone.items():
+    for name, catalog in alone.items():
         prover = line_prover(catalog)
-        yield provable(run, tier, prover.provable_steps() if prover else [])
+        own = [tier for tier in tiers if tier.traits.name == name]
+        steps = prover.provable_steps() if prover else []
+        good = [s for s in steps if prover and isinstance(offered(own, prover, s), RestorePlan)]
+        yield provable(run, name, good)
 
 
 def check_drift(catalog: Catalog) -> Iterator[Finding]:

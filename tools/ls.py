@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from adacheck_store.catalog import Catalog, RecordRef, read_catalog
 from adacheck_store.format.errors import AdaCheckError, RestoreError
+from adacheck_store.parting import offered
 from adacheck_store.recovery import Prover, RestorePlan, tolerant_line
 from adacheck_store.store import Store
+from adacheck_store.tiers.base import Tier
 
 from .rows import all_refs, choose_run, ranges, runs_of
 
@@ -59,14 +61,14 @@ def ls(
     names = [choose_run(store, run)] if run else runs_of(store)
     for name in names:
         catalog = read_catalog(store.tiers, name)
-        yield run_row(catalog)
+        yield run_row(catalog, store.tiers)
         if run:
             for row in holdings(catalog):
                 if tier in ("", row.tier) and row.term.startswith(term):
                     yield row
 
 
-def run_row(catalog: Catalog) -> RunRow:
+def run_row(catalog: Catalog, tiers: Sequence[Tier]) -> RunRow:
     """The row of a run."""
     refs = all_refs(catalog)
     nbytes: dict[str, int] = defaultdict(int)
@@ -79,7 +81,7 @@ def run_row(catalog: Catalog) -> RunRow:
     return RunRow(
         run=catalog.run, terms=len(terms), newest_term=max(terms, default=""),
         steps=ranges(seen), newest=seen[0] if seen else None,
-        provable=newest_provable(prover), bases=sum(ref.kind == "base" for ref in refs),
+        provable=newest_provable(prover, tiers), bases=sum(ref.kind == "base" for ref in refs),
         records=len(refs), nbytes=dict(sorted(nbytes.items())), troubles=len(catalog.troubles),
     )  # fmt: skip
 
@@ -92,12 +94,12 @@ def line_prover(catalog: Catalog) -> Prover | None:
         return None
 
 
-def newest_provable(prover: Prover | None) -> int | None:
-    """The newest step a prover proves."""
+def newest_provable(prover: Prover | None, tiers: Sequence[Tier]) -> int | None:
+    """The newest step that a prover proves and whose copies, by ``tiers``, are still equal."""
     if prover is None:
         return None
     for step in prover.seen_steps():
-        if isinstance(prover.prove(step), RestorePlan):
+        if isinstance(offered(tiers, prover, step), RestorePlan):
             return step
     return None
 

@@ -22,6 +22,7 @@ from adacheck_store.format.head import Head, SealedHead
 from adacheck_store.format.keys import parse_key
 from adacheck_store.format.layout import decode_layout
 from adacheck_store.format.manifest import decode_manifest
+from adacheck_store.parting import offered
 from adacheck_store.recovery import Prover, RestorePlan, tolerant_line
 from adacheck_store.redundancy.listing import summary
 from adacheck_store.store import Store
@@ -120,7 +121,7 @@ def show_step(store: Store, run: str, step: int) -> Iterator[StepRow | RecordRow
         seen = prover.seen_steps()
         span = f"the line has {seen[-1]} to {seen[0]}" if seen else "the line has no steps"
         raise NotProvableError(f"nothing is known of step {step}", run=run, step=step, hint=span)
-    plan = prover.prove(step)
+    plan = offered(store.tiers, prover, step)
     good = isinstance(plan, RestorePlan)
     longest = (
         max(plan.parts, key=lambda p: len(p.deltas)) if isinstance(plan, RestorePlan) else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from adacheck_store.catalog import Catalog, Trouble, read_catalog
@@ -66,13 +66,13 @@ def status(store: Store, run: str = "") -> Iterator[Row]:
 def _tiers(store: Store, name: str, memories: list[Tier]) -> Iterator[TierRow | TroubleRow]:
     tiers = [*memories, *store.tiers]
     catalog = read_catalog(tiers, name)
-    whole = _row(catalog, name, "all", None)
+    whole = _row(catalog, tiers, name, "all", None)
     for tier in tiers:
         try:
             alone = held_alone(catalog, tier, name)
         except AdaCheckError:
             continue  # it is among the catalog's troubles
-        row = _row(alone, name, tier.traits.name, whole.newest, tier)
+        row = _row(alone, tiers, name, tier.traits.name, whole.newest, tier)
         yield row
     yield whole
     for trouble in (*store.troubles, *catalog.troubles):
@@ -80,13 +80,18 @@ def _tiers(store: Store, name: str, memories: list[Tier]) -> Iterator[TierRow | 
 
 
 def _row(
-    catalog: Catalog, run: str, name: str, newest: int | None, tier: Tier | None = None
+    catalog: Catalog,
+    tiers: Sequence[Tier],
+    run: str,
+    name: str,
+    newest: int | None,
+    tier: Tier | None = None,
 ) -> TierRow:
     prover = line_prover(catalog)
     seen = prover.seen_steps() if prover else []
     refs = all_refs(catalog)
     bases = [ref.step for ref in refs if ref.kind == "base"]
-    provable = newest_provable(prover)
+    provable = newest_provable(prover, tiers if tier is None else [tier])
     path = str(getattr(tier, "path", ""))
     known = newest is not None and provable is not None
     return TierRow(

@@ -26,6 +26,7 @@ from adacheck_store.store import open_store
 from adacheck_store.tools.fsck import fsck
 from tests.ranks.worker import (
     APART_AT,
+    BASE_EVERY,
     EDITED_AT,
     FLIPPED,
     FLIPPED_AT,
@@ -173,6 +174,23 @@ def test_lost_tiers_and_killed_ranks(tmp_path, trained):
     assert third.every("final", "digest") == [known[STEPS][0] for known in reference]
     assert third.every("stored", "mismatch") == ["", ""]
     assert revisions(store)[-1].redundancy is not None
+
+
+def test_ranks_that_cannot_see_each_others_disks(tmp_path, trained):
+    """As on two hosts without agents: what was drained is read there, all of it, by each."""
+    launcher, reference = trained
+    store = tmp_path / "store"
+    apart = {rank: {"cache": str(tmp_path / f"disk-{rank}")} for rank in (0, 1)}
+    first = launcher.start(store, given=apart, pause_s=0.05)
+    first.until(20)
+    first.kill(1)
+    check_against(reference, first)
+    second = launcher.start(store, given=apart)
+    assert second.wait() == [0, 0]
+    check_against(reference, second)
+    assert min(second.every("restored")) >= BASE_EVERY
+    assert "zarr" in second.every("restored", "tiers")[1]
+    assert second.every("final", "digest") == [known[STEPS][0] for known in reference]
 
 
 def test_off_keeps_all_that_each_rank_has(tmp_path, trained):
