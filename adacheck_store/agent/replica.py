@@ -273,10 +273,14 @@ class PartReplica(Replica):
         Who has the parent's records alone can produce its step, and nothing that follows.
         """
         last = self._line[-1]
-        if ref.kind != "base" or (ref.term, ref.step) != (last.term, last.first):
+        first = (ref.term, ref.step) == (last.term, last.first)
+        if ref.kind != "base" or not first or len(self._line) < 2:
             return False
-        before = self._proofs[self._line[-2].term].get(ref.step, {}) if len(self._line) > 1 else {}
-        return any(proof.layout != ref.layout for proof in before.values())
+        before = self._line[-2]
+        parts = before.revision(ref.step)[1].parts  # what is held here may be of this term alone
+        told = {entry.layout for entry in parts if entry.name == self.name}
+        held = self._proofs[before.term].get(ref.step, {}).values()
+        return {*told, *(proof.layout for proof in held)} != {ref.layout}
 
 
 class ExtraReplica(Replica):

@@ -66,6 +66,7 @@ def _cut(model, kind: str, ranks: int):
     for layer in model:
         if list(layer.parameters()):
             fully_shard(layer, mesh=mesh, shard_placement_fn=other)
+    model.clipped = kind != "tp_fsdp2"  # torch clips no gradients on several meshes
     return fully_shard(model, mesh=mesh)
 
 

@@ -44,6 +44,7 @@ def relay(tmp_path, legs, **options) -> Attempt:
         if number + 1 < len(legs):
             attempt.until(last + 4)
             attempt.kill(ranks - 1)
+            assert attempt.last_step() >= last + 4, "a rank has ended by itself"
         else:
             assert attempt.wait() == [0] * ranks
         if known:
@@ -120,3 +121,16 @@ def test_wide(tmp_path, legs, redundancy):
     """All there is, one after another."""
     given = {rank: {"redundancy": redundancy} for rank in range(8)}
     relay(tmp_path, legs, given=given)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "ranks"),
+    [
+        ("one", 1), ("fsdp2", 1), ("fsdp2", 2), ("fsdp2", 3), ("fsdp2", 8), ("copies", 2),
+        ("copies", 4), ("hsdp2", 4), ("tp_fsdp2", 4), ("zero1", 2), ("zero1", 4),
+    ],
+)  # fmt: skip
+def test_there_and_back(tmp_path, kind, ranks):
+    """Four FSDP2 ranks, another topology, and four FSDP2 ranks again."""
+    relay(tmp_path, [("fsdp2", 4), (kind, ranks), ("fsdp2", 4)])

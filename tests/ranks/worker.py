@@ -334,6 +334,7 @@ def _train(out: str, rank: int, ranks: int, port: int, prefix: str, kind: str, o
 
     os.environ.update(options.get("env", {}))
     os.environ["ADACHECK_NODE"] = options.get("node", "node-a")
+    os.environ.update(options.get("envs", {}).get(rank, {}))
     os.environ["LOCAL_RANK"] = str(options.get("local", {}).get(rank, rank))
     os.environ["ADACHECK_FAILPOINT"] = options.get("failpoint", {}).get(rank, "")
     _join(rank, ranks, port, prefix)
@@ -344,6 +345,8 @@ def _train(out: str, rank: int, ranks: int, port: int, prefix: str, kind: str, o
     if options.get("grown"):
         grow(kind, model, optimizer, GROWN_AT)
     warnings.simplefilter("error")
+    # Under tensor parallelism; nothing here changes such a view in place.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     if kind.startswith("deep"):  # it calls what torch has given another name
         warnings.filterwarnings("ignore", category=FutureWarning)
         warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")

@@ -412,6 +412,21 @@ def test_a_holder_is_sent_the_base_that_a_term_begins_with() -> None:
     assert theirs.mark() == mine.mark()
 
 
+def test_so_it_is_by_an_agent_that_has_nothing_of_the_parent() -> None:
+    """A node that is new in the term knows by the parent's manifest that the layout is another."""
+    agent = core(places=0, fold_every=100)
+    to_the_watermark(agent)
+    agent.handle(opened(T2), 1.0)
+    mine, theirs = make_replica(P), agent.view.replicas[P]
+    mine.follow(agent.view.line, agent.view.opened.manifests)
+    for item in (ref("base", 2, T2, parent="m2", layout="l2"), ref("delta", 3, T2, layout="l2")):
+        mine.add(item, RAM)
+    assert theirs.mark().newest == 2
+    for item in mine.lacking(theirs.mark(), 2):
+        theirs.add(item, RAM)
+    assert theirs.mark().newest == mine.mark().newest == 3
+
+
 def test_a_mark_has_a_hole_where_a_gap_was_declared() -> None:
     agent = core()
     put(agent, ref("base", 0), ref("extra", 0))
