@@ -11,13 +11,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from adacheck_store.format.errors import UsageError
-from adacheck_store.redundancy.assign import Assignment, Part, Policy, assign
+from adacheck_store.redundancy.assign import Assignment, Part
 from adacheck_store.redundancy.states import states
 
+from .plan_diff import UnsafeRow, nodes_of, unsafe
 from .plan_models import Model
 from .plan_strategy import Items, Strategy, holdings, merged, place
 from .plan_survival import minimal, simulate, survivals
 from .plan_topology import Cluster
+from .plan_ways import ways
 
 ENUMERATED_MAX = 50_000
 """Holdings of all ranks up to which each is a state of its own."""
@@ -28,7 +30,10 @@ DAY_S = 86_400
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What is asked: ``k``, ``window`` and so on are those of a run, see `Config`."""
+    """What is asked: ``k``, ``window`` and so on are those of a run, see `Config`.
+
+    ``other`` is a topology that the same nodes may have instead.
+    """
 
     model: Model
     strategy: Strategy
@@ -41,6 +46,7 @@ class Settings:
     failures: int = 4
     trials: int = 20_000
     seed: int = 0
+    other: Cluster | None = None
     enumerate_max: int = ENUMERATED_MAX
 
     def __post_init__(self) -> None:
@@ -71,7 +77,7 @@ class PlanRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostRow:
-    """Bytes under a policy, heads and extras apart; of a rank or node the busiest.
+    """Bytes of one of `plan_ways.ways`, heads and extras apart; of a rank or node the busiest.
 
     ``step`` are deltas of one step, each part once; ``base`` the states that agents hold, once.
     ``step_rank``: what a rank hands to holders, its own node's among them. ``base_rank``: what a
@@ -132,11 +138,12 @@ class SurvivalRow:
     error: float
 
 
-Row = PlanRow | CostRow | ReachRow | SurvivalRow
+Row = PlanRow | CostRow | ReachRow | SurvivalRow | UnsafeRow
 
 
 def plan(asked: Settings) -> Iterator[Row]:
-    """All rows: what is planned, then costs, reach and survival of both policies.
+    """All rows: what is planned, then costs, reach and survival of each way, and what is
+    unsafe in the other topology, if there is one.
 
     Raises `UsageError` for a strategy that does not fit, or too few failure domains for k.
     """
@@ -154,12 +161,16 @@ def plan(asked: Settings) -> Iterator[Row]:
         state_bytes=sum(state.nbytes for state in found), strategy=asked.strategy.kind,
         ranks=world, nodes=asked.cluster.nodes, k=asked.k, counted=counted,
     )  # fmt: skip
-    assigned = [assign(found, topology, k=asked.k, policy=policy) for policy in Policy]
-    bills = [_Bill(asked, each) for each in assigned]
+    assigned = ways(found, topology, asked.k)
+    bills = [_Bill(asked, name, each) for name, each in assigned.items()]
     yield from (bill.cost() for bill in bills)
     yield from (bill.reach() for bill in bills)
-    for each in assigned:
-        yield from _survival(asked, each)
+    for name, each in assigned.items():
+        yield from _survival(asked, name, each)
+    if asked.other is not None:
+        domain = asked.other.topology().domain
+        for name, each in assigned.items():
+            yield from unsafe(name, each, domain)
 
 
 @dataclass(slots=True)
@@ -179,8 +190,8 @@ class _Node:
 class _Bill:
     """An assignment, added up."""
 
-    def __init__(self, asked: Settings, assigned: Assignment) -> None:
-        self._asked = asked
+    def __init__(self, asked: Settings, name: str, assigned: Assignment) -> None:
+        self._asked, self._name = asked, name
         self._assigned = assigned
         self._nodes: dict[str, _Node] = {name: _Node() for name in asked.cluster.names}
         self._handed: dict[int, int] = defaultdict(int)
@@ -215,7 +226,7 @@ class _Bill:
         """Bytes and cores."""
         nodes = self._nodes.values()
         return CostRow(
-            policy=self._assigned.policy.value, parts=len(self._assigned.parts), step=self._step,
+            policy=self._name, parts=len(self._assigned.parts), step=self._step,
             step_rank=max(self._handed.values(), default=0), base=self._base,
             base_rank=max(self._owned.values()), network=sum(node.sent for node in nodes),
             network_node=max(node.sent for node in nodes), ram_node=max(map(self._ram, nodes)),
@@ -273,7 +284,7 @@ class _Bill:
         return max(most / line, most / (have.disk_gb_s * 1e9), self._all / (have.object_gb_s * 1e9))
 
 
-def _survival(asked: Settings, assigned: Assignment) -> Iterator[SurvivalRow]:
+def _survival(asked: Settings, name: str, assigned: Assignment) -> Iterator[SurvivalRow]:
     groups = having(assigned)
     exact = survivals(asked.cluster.names, groups, asked.failures)
     for failures in range(1, asked.failures + 1):
@@ -281,18 +292,11 @@ def _survival(asked: Settings, assigned: Assignment) -> Iterator[SurvivalRow]:
             asked.cluster.units, groups, failures, trials=asked.trials, seed=asked.seed
         )
         yield SurvivalRow(
-            policy=assigned.policy.value, failures=failures,
+            policy=name, failures=failures,
             exact=exact[failures] if exact else None, racks=found.share, error=found.error,
         )  # fmt: skip
 
 
 def having(assigned: Assignment) -> list[frozenset[str]]:
-    """The nodes that have each part: its holders, and under ``live`` its trainers as well."""
-    where = assigned.topology.ranks
-    found = set()
-    for part in assigned.parts:
-        nodes = {holder.node for holder in part.holders}
-        if assigned.policy is Policy.LIVE:
-            nodes |= {where[rank] for rank in part.sources}
-        found.add(frozenset(nodes))
-    return minimal(found)
+    """The nodes that have each part."""
+    return minimal({nodes_of(part, assigned) for part in assigned.parts})

@@ -23,13 +23,14 @@ def _note_json(context: click.Context, _: click.Parameter, value: bool) -> bool:
     help="ddp, zero1, zero3 (FSDP), hsdp, tp-fsdp or ep-zero1.",
 )
 @click.option("--shard", type=int, default=0, help="hsdp: ranks that hold one replica.")
-@click.option("--tp", type=int, default=0, help="tp-fsdp: ranks that cut a layer.")
+@click.option("--tp", type=int, default=0, help="Ranks that cut a layer: tp-fsdp, zero1, ep-zero1.")
 @click.option("--ep", type=int, default=0, help="ep-zero1: groups that experts are dealt to.")
+@click.option("--pp", type=int, default=0, help="Stages of a pipeline; each is parallel as named.")
 @click.option(
     "--optimizer",
     default="mixed",
     show_default=True,
-    help="AdamW: mixed (half parameters, masters) or fp32.",
+    help="AdamW: mixed (half parameters, masters), fp32, amsgrad; momentum; sgd.",
 )
 @click.option("--gradients", default="lossless", show_default=True, help="lossless or bf16.")
 @click.option("--k", type=int, default=1, show_default=True, help="Failure domains to lose.")
@@ -39,6 +40,7 @@ def _note_json(context: click.Context, _: click.Parameter, value: bool) -> bool:
 @click.option("--failures", type=int, default=4, show_default=True, help="Survival of up to these.")
 @click.option("--trials", type=int, default=20_000, show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--diff", "other", metavar="OTHER.toml", help="What another topology makes unsafe.")
 @click.option("--plot", "picture", metavar="FILE", help="Draw it; needs matplotlib.")
 @click.option(
     "--json",
@@ -49,8 +51,9 @@ def _note_json(context: click.Context, _: click.Parameter, value: bool) -> bool:
     help="Print one JSON document.",
 )
 def plan_verb(
-    model: str, topology: str, strategy: str, shard: int, tp: int, ep: int, optimizer: str,
-    gradients: str, picture: str | None, as_json: bool, **more: Any,
+    model: str, topology: str, strategy: str, shard: int, tp: int, ep: int, pp: int,
+    optimizer: str,
+    gradients: str, other: str | None, picture: str | None, as_json: bool, **more: Any,
 ) -> None:  # fmt: skip
     """What a run would cost and survive, without GPU or cluster.
 
@@ -66,8 +69,8 @@ def plan_verb(
 
     asked = Settings(
         model=plan_models.model(model), cluster=read_cluster(topology),
-        strategy=Strategy(kind=strategy, shard=shard, tp=tp, ep=ep),
-        items=items(optimizer, gradients), **more,
+        strategy=Strategy(kind=strategy, shard=shard, tp=tp, ep=ep, pp=pp),
+        items=items(optimizer, gradients), other=read_cluster(other) if other else None, **more,
     )  # fmt: skip
     rows = list(plan(asked))
     if picture:

@@ -63,7 +63,7 @@ def model(name: str) -> Model:
     """
     known = shipped()
     if name in known:
-        return _from_dimensions(name, known[name])
+        return from_dimensions(name, known[name])
     if name.endswith(".json"):
         try:
             given = json.loads(Path(name).read_text("utf-8"))
@@ -71,7 +71,7 @@ def model(name: str) -> Model:
             raise UsageError(
                 f"no dimensions of a model: {error}", path=name, hint="a JSON object: see the docs"
             ) from error
-        return _from_dimensions(name, given)
+        return from_dimensions(name, given)
     if ":" in name:
         return _from_factory(name)
     raise UsageError(
@@ -80,7 +80,8 @@ def model(name: str) -> Model:
     )
 
 
-def _from_dimensions(name: str, given: Any) -> Model:
+def from_dimensions(name: str, given: Any) -> Model:
+    """A model of a family; raises `UsageError` for dimensions that are missing or wrong."""
     family = given.get("family") if isinstance(given, Mapping) else None
     if family not in FAMILIES:
         raise UsageError(

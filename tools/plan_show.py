@@ -11,6 +11,7 @@ from rich.table import Table
 from adacheck_store.format.errors import UsageError
 
 from .plan import CostRow, PlanRow, ReachRow, Row, SurvivalRow
+from .plan_diff import UnsafeRow
 from .rows import size
 
 _COSTS: tuple[tuple[str, str], ...] = (
@@ -48,6 +49,13 @@ def print_plan(console: Console, rows: Sequence[Row]) -> None:
         for r in rows if isinstance(r, SurvivalRow)
     ]  # fmt: skip
     _print(console, ["survival", "at once", "nodes, exact", "nodes and racks, simulated"], lines)
+    lines = [
+        [r.policy, str(r.before), str(r.after), str(r.states), size(r.bytes), r.tensors]
+        for r in rows if isinstance(r, UnsafeRow)
+    ]  # fmt: skip
+    titles = ["less safe", "survived before", "after", "states", "bytes", "of"]
+    if lines:
+        _print(console, titles, lines)
 
 
 def _print(console: Console, titles: Iterable[str], lines: Iterable[Iterable[str]]) -> None:
@@ -73,10 +81,12 @@ def plot(rows: Sequence[Row], path: str) -> None:
     figure: Any = Figure(figsize=(10, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
     shares = ("network", "disk", "object", "cpu", "ram", "nvme")
-    for number, row in enumerate(row for row in rows if isinstance(row, ReachRow)):
-        at = [place + 0.4 * number for place in range(len(shares))]
-        left.bar(at, [100 * getattr(row, name) for name in shares], width=0.4, label=row.policy)
-    left.set_xticks([place + 0.2 for place in range(len(shares))], shares)
+    reach = [row for row in rows if isinstance(row, ReachRow)]
+    width = 0.8 / max(len(reach), 1)
+    for number, row in enumerate(reach):
+        at = [place + width * number for place in range(len(shares))]
+        left.bar(at, [100 * getattr(row, name) for name in shares], width=width, label=row.policy)
+    left.set_xticks([place + 0.4 - width / 2 for place in range(len(shares))], shares)
     left.axhline(100, color="black", linewidth=0.8)
     left.set_ylabel("percent of what there is")
     left.legend()

@@ -7,12 +7,26 @@ import sys
 from rich.console import Console
 from rich.table import Table
 
-from . import apart, fold, peers, profile, recovery, resident, s3, steps, storage, transport
+from . import (
+    apart,
+    fold,
+    peers,
+    profile,
+    ranks,
+    recovery,
+    resident,
+    s3,
+    steps,
+    storage,
+    table,
+    transport,
+)
 
 PARTS = {
     "fold": fold.rows, "storage": storage.rows, "transport": transport.rows, "steps": steps.rows,
     "profile": profile.rows, "resident": resident.rows, "apart": apart.rows,
-    "recovery": recovery.rows, "peers": peers.rows, "s3": s3.rows,
+    "recovery": recovery.rows, "peers": peers.rows, "ranks": ranks.rows,
+    "s3": s3.rows, "table": table.rows,
 }  # fmt: skip
 
 

@@ -21,10 +21,19 @@ from adacheck_store.redundancy.assign import Policy, assign
 from adacheck_store.redundancy.states import states
 from adacheck_store.tools import plan_show, plan_survival
 from adacheck_store.tools.plan import CostRow, PlanRow, ReachRow, Settings, SurvivalRow, plan
+from adacheck_store.tools.plan_diff import UnsafeRow, nodes_of
 from adacheck_store.tools.plan_models import Model, Tensor, model, shipped
-from adacheck_store.tools.plan_strategy import OPTIMIZERS, Strategy, holdings, items, place
+from adacheck_store.tools.plan_strategy import (
+    OPTIMIZERS,
+    Strategy,
+    holdings,
+    items,
+    merged,
+    place,
+)
 from adacheck_store.tools.plan_survival import safe_sets, simulate, survivals
 from adacheck_store.tools.plan_topology import FOLD_ELEMENTS_PER_S, Cluster, cluster
+from adacheck_store.tools.plan_ways import ways
 from tests.docs.pages import ROOT, blocks
 from tests.redundancy.kit import ddp, topology, zero1, zero3
 from tests.tools.stores import cli, cli_json
@@ -41,7 +50,8 @@ SMALL = {
 EACH = {
     "ddp": Strategy(kind="ddp"), "zero1": Strategy(kind="zero1"), "zero3": Strategy(kind="zero3"),
     "hsdp": Strategy(kind="hsdp", shard=2), "tp": Strategy(kind="tp-fsdp", tp=2),
-    "ep": Strategy(kind="ep-zero1", ep=2),
+    "ep": Strategy(kind="ep-zero1", ep=2), "tp-ep": Strategy(kind="ep-zero1", ep=2, tp=2),
+    "pp": Strategy(kind="zero1", pp=2), "pp-tp": Strategy(kind="tp-fsdp", pp=2, tp=2),
 }  # fmt: skip
 
 
@@ -54,9 +64,11 @@ def asked(strategy: Strategy, of: Model = WEIGHT, **more: Any) -> Settings:
     )  # fmt: skip
 
 
-def costs(of: Settings) -> list[CostRow]:
-    """Costs under agent, and live."""
-    return [row for row in plan(of) if isinstance(row, CostRow)]
+def costs(of: Settings, *names: str) -> list[CostRow]:
+    """Costs of these ways: under agent, and live, if none is named."""
+    found = {row.policy: row for row in plan(of) if isinstance(row, CostRow)}
+    assert list(found) == ["off", "auto", "agent", "live"]
+    return [found[name] for name in names or ("agent", "live")]
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +137,7 @@ def test_reach_by_hand() -> None:
     big = Model(name="w", tensors=(Tensor(name="w", shape=(8 * 10**8,)),), cuts=True)
     rich = {"memory_gib": 100, "disk_gib": 1000}
     found = plan(asked(Strategy(kind="zero1"), big, cluster=rich))
-    agent = next(row for row in found if isinstance(row, ReachRow))
+    agent = next(r for r in found if isinstance(r, ReachRow) and r.policy == "agent")
     drained = 0.4e9 + 2.8e9 / 64
     assert agent.network == pytest.approx((0.4e9 + drained) / 2e9)
     assert agent.disk == pytest.approx(drained / 2e9)
@@ -135,10 +147,26 @@ def test_reach_by_hand() -> None:
     assert agent.lost_s == pytest.approx(0.4 + 1)
     assert agent.lost_s_per_day == pytest.approx(1.4 * 4 * 0.5)
     slow = plan(asked(Strategy(kind="zero1"), big, cluster=rich | {"object_gb_s": 0.5}))
-    agent = next(row for row in slow if isinstance(row, ReachRow))
+    agent = next(r for r in slow if isinstance(r, ReachRow) and r.policy == "agent")
     assert not agent.every_step
     assert (agent.t_ckpt_s, agent.interval) == (pytest.approx(22.4), 12)
     assert agent.lost_s == pytest.approx(22.4 + 12)
+
+
+def test_what_a_run_does_by_hand() -> None:
+    """Off, every rank writes what it has: under ZeRO-1 192 bytes of parameter, of its own 12 the
+    gradient instead. Shared, each is written once. Both go to the own node and to another one."""
+    off, auto, agent = costs(asked(Strategy(kind="zero1")), "off", "auto", "agent")
+    assert (off.parts, off.step, off.network) == (8, 8 * 192, 8 * 192)
+    assert off.base == 8 * (192 + 12 * 12)
+    assert (off.step_rank, off.network_node) == (2 * 192, 2 * 192)
+    assert replace(auto, policy="agent", step_rank=agent.step_rank) == agent
+    off, auto = costs(asked(Strategy(kind="ddp")), "off", "auto")
+    assert (off.step, off.base) == (8 * 192, 8 * 1344)
+    assert (auto.parts, auto.step, auto.base, auto.network) == (8, 192, 1344, 192)
+    off, auto, agent = costs(asked(Strategy(kind="zero3")), "off", "auto", "agent")
+    assert replace(off, policy="auto") == auto
+    assert replace(auto, policy="agent") == agent
 
 
 @pytest.mark.parametrize(
@@ -165,8 +193,9 @@ def test_totals_are_those_of_an_assignment_made_otherwise(
 
 @pytest.mark.parametrize("name", EACH)
 def test_tensors_alike_as_one_cost_the_same(name: str, small: Model) -> None:
-    """Every row but the one that says how it was counted; shards are uneven on 6 ranks."""
-    uneven = {"nodes": 3, "nodes_per_rack": 1, "rack_failures_per_day": 0.1}
+    """Every row but the one that says how it was counted; shards are uneven on 6 or 12 ranks."""
+    nodes = 6 if "-" in name else 3
+    uneven = {"nodes": nodes, "nodes_per_rack": 1, "rack_failures_per_day": 0.1}
     each = asked(EACH[name], small, cluster=uneven, failures=3)
     first, *rest = plan(each)
     short, *same = plan(replace(each, enumerate_max=0))
@@ -179,7 +208,7 @@ def test_tensors_alike_as_one_cost_the_same(name: str, small: Model) -> None:
     assert first.state_bytes == short.state_bytes == 14 * small.elements
 
 
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("name", ["ddp", "zero1", "zero3", "hsdp", "tp", "ep", "tp-ep"])
 def test_a_rank_holds_its_share(name: str, small: Model) -> None:
     """Elements of parameters and of the optimizer on every rank of 8."""
     cut = sum(tensor.elements for tensor in small.tensors if tensor.cut >= 0)
@@ -189,6 +218,10 @@ def test_a_rank_holds_its_share(name: str, small: Model) -> None:
         "ddp": (every, every), "zero1": (every, every / 8), "zero3": (every / 8, every / 8),
         "hsdp": (every / 2, every / 2), "tp": (cut / 8 + (every - cut) / 4,) * 2,
         "ep": (every - expert + expert / 2, (every - expert) / 8 + expert / 8),
+        "tp-ep": (
+            every - cut + (cut - expert) / 2 + expert / 4,
+            every / 8,
+        ),
     }[name]  # fmt: skip
     found = holdings(place(small, EACH[name], 8), items("fp32", "lossless"))
     assert sorted(found) == list(range(8))
@@ -205,6 +238,25 @@ def test_what_tensor_parallelism_leaves_whole_has_copies_beside_it(small: Model)
     head = [each for each in placed if each.name == "lm_head"]
     assert [each.scope for each in head] == ["tp0", "tp1"]
     assert head[1].params == tuple(frozenset((at,)) for at in range(1, 8, 2))
+
+
+def test_stages_hold_layers_of_their_own(small: Model) -> None:
+    """Two layers on two stages of four ranks; what is before goes to the first, the head to the
+    last; in a stage all is as it would be on its ranks alone."""
+    placed = {(p.name, p.scope): p for p in place(small, EACH["pp"], 8)}
+    first, last = frozenset(range(4)), frozenset(range(4, 8))
+    for name, ranks in (
+        ("embed_tokens", first), ("layers.0.w", first), ("layers.1.w", last), ("lm_head", last)
+    ):  # fmt: skip
+        found = [p for (each, _), p in placed.items() if each.startswith(name[:9])]
+        assert found
+        assert {p.params for p in found} == {(ranks,)}, name
+        assert {p.optimizer for p in found} == {tuple(frozenset((r,)) for r in sorted(ranks))}
+    inner = place(small, Strategy(kind="tp-fsdp", tp=2), 4)
+    for one, other in zip(inner, place(small, EACH["pp-tp"], 8), strict=True):
+        shift = 4 * (min(map(min, other.params)) >= 4)
+        moved = tuple(frozenset(rank + shift for rank in cell) for cell in one.params)
+        assert (one.name, moved) == (other.name, other.params)
 
 
 def names(count: int) -> list[str]:
@@ -296,9 +348,53 @@ def test_racks_as_domains_outlive_a_rack() -> None:
     racks = {"nodes_per_rack": 2, "rack_failures_per_day": 5.0}
     for domains, safe in ("node", False), ("rack", True):
         each = asked(Strategy(kind="zero3"), cluster=racks | {"domains": domains}, trials=300)
-        one = next(row for row in plan(each) if isinstance(row, SurvivalRow))
-        assert one.exact == 1
-        assert (one.racks == 1) is safe
+        for one in plan(each):
+            if isinstance(one, SurvivalRow) and one.failures == 1:
+                assert one.exact == 1
+                assert (one.racks == 1) is safe
+
+
+@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("way", ["off", "auto", "agent", "live"])
+@pytest.mark.parametrize("merge", [False, True], ids=["each", "merged"])
+def test_what_another_topology_makes_unsafe(name: str, way: str, merge: bool, small: Model) -> None:
+    """Just the bytes that some loss of k domains there takes, by losing each set of them."""
+    racks = {"nodes_per_rack": 2, "domains": "rack"}
+    for change in racks, {"nodes": 3}, racks | {"nodes": 3}, {}:
+        other = cluster(CLUSTER | change)
+        each = asked(EACH[name], small, other=other, enumerate_max=0 if merge else 10**6)
+        rows = [row for row in plan(each) if isinstance(row, UnsafeRow)]
+        placed = place(small, EACH[name], 8)
+        of = merged(placed, each.items) if merge else states(holdings(placed, each.items))
+        found = ways(tuple(of), each.cluster.topology(), each.k)[way]
+        domain = other.topology().domain
+        lost = 0
+        for part in found.parts:
+            there = {domain[node] for node in nodes_of(part, found) if node in domain}
+            taken = any(there <= {gone} for gone in domain.values())
+            lost += sum(state.nbytes for state in part.states) if taken else 0
+        assert sum(row.bytes for row in rows if row.policy == way) == lost
+        assert all(row.after < min(each.k, row.before) for row in rows)
+        assert change or not rows
+
+
+def test_unsafe_tensors_are_named(tmp_path: Path) -> None:
+    """Of holders in pairs of neighbours, racks of two take both: which tensors, how many bytes."""
+    paths = [tmp_path / "now.json", tmp_path / "then.json"]
+    for path, change in zip(paths, ({}, {"nodes_per_rack": 2, "domains": "rack"}), strict=True):
+        path.write_text(json.dumps(CLUSTER | change))
+    words = "gpt2-124m", paths[0], "--strategy", "zero3", "--trials", 1
+    code, document = cli_json("plan", *words, "--diff", paths[1])
+    assert code == 0
+    found = {row["policy"]: row for row in document["rows"] if row["row"] == "UnsafeRow"}
+    assert list(found) == ["off", "auto", "agent", "live"]
+    agent = found["agent"]
+    assert (agent["before"], agent["after"]) == (1, 0)
+    assert agent["tensors"].startswith("h.0.attn.c_attn.bias, ")
+    assert agent["tensors"].endswith(" and 145 more")
+    shown = cli("plan", *words, "--diff", paths[1]).stdout
+    assert "less safe" in shown
+    assert "less safe" not in cli("plan", *words, "--diff", paths[0]).stdout
 
 
 GOOD = "gpt2-124m", "--strategy", "zero1"
@@ -313,13 +409,18 @@ GOOD = "gpt2-124m", "--strategy", "zero1"
         (("json:dumps",), {}, "json:dumps failed: TypeError"),
         (("builtins:dict",), {}, "returned a dict"),
         ((*GOOD[:2], "magic"), {}, "strategy 'magic'"),
-        ((*GOOD, "--tp", "2"), {}, "zero1 has no --tp"),
+        ((*GOOD[:2], "ddp", "--tp", "2"), {}, "ddp has no --tp"),
+        ((*GOOD, "--tp", "2"), {}, "wte of (50257, 768)"),
         (("gpt2-124m", "--strategy", "hsdp", "--shard", "3"), {}, "--shard 3"),
         (("gpt2-124m", "--strategy", "hsdp"), {}, "--shard 0"),
         (("gpt2-124m", "--strategy", "tp-fsdp", "--tp", "2"), {}, "wte of (50257, 768)"),
         (("gpt2-124m", "--strategy", "ep-zero1", "--ep", "2"), {}, "0 experts"),
         (("mixtral-8x7b", "--strategy", "ep-zero1", "--ep", "3"), {}, "--ep 3"),
-        ((*GOOD, "--optimizer", "sgd"), {}, "optimizer 'sgd'"),
+        ((*GOOD, "--pp", "3"), {}, "zero1 on 8 ranks with --pp 3"),
+        ((*GOOD, "--pp", "2", "--tp", "8"), {}, "zero1 on 4 ranks with --tp 8"),
+        (("plan_factory:huge", "--pp", "4"), {}, "2 numbered layers, --pp is 4"),
+        (("plan_factory:huge", "--tp", "2"), {}, "does not say how"),
+        ((*GOOD, "--optimizer", "magic"), {}, "optimizer 'magic'"),
         ((*GOOD, "--gradients", "int8"), {}, "gradients 'int8'"),
         ((*GOOD, "--k", "4"), {}, "k=4 needs 5 failure domains"),
         ((*GOOD, "--k", "-1"), {}, "k is -1"),
@@ -338,9 +439,14 @@ GOOD = "gpt2-124m", "--strategy", "zero1"
     ],
 )  # fmt: skip
 def test_bad_input(
-    arguments: tuple[str, ...], change: dict[str, Any], words: str, tmp_path: Path
+    arguments: tuple[str, ...],
+    change: dict[str, Any],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Exit code 2, one line that says what is wrong and what to do."""
+    monkeypatch.setitem(sys.modules, "plan_factory", sys.modules[__name__])
     path = tmp_path / "cluster.json"
     path.write_text(json.dumps(CLUSTER | change))
     result = cli("plan", arguments[0], path, *arguments[1:])
@@ -406,7 +512,10 @@ def test_bytes_per_element() -> None:
     assert (mixed.param + mixed.optimizer) / mixed.gradient == 7
     assert (full.param + full.optimizer) / full.gradient == 6
     assert items("fp32", "lossless").gradient == 4
-    assert set(OPTIMIZERS) == {"mixed", "fp32"}
+    state = {name: items(name, "lossless") for name in OPTIMIZERS}
+    assert {name: each.param + each.optimizer for name, each in state.items()} == {
+        "mixed": 14, "fp32": 12, "amsgrad": 16, "momentum": 8, "sgd": 4
+    }  # fmt: skip
 
 
 def test_units_and_names() -> None:
