@@ -1,0 +1,90 @@
+"""What `adacheck-store plan` says of a step and a base is what real ranks keep, to the byte."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from adacheck_store.catalog import read_catalog
+from adacheck_store.format.dtypes import item_bytes
+from adacheck_store.reading import open_layout
+from adacheck_store.store import open_store
+from adacheck_store.tools.plan import CostRow, Settings, plan
+from adacheck_store.tools.plan_models import model
+from adacheck_store.tools.plan_strategy import Strategy, items
+from adacheck_store.tools.plan_topology import cluster
+from tests.ranks.test_shared import KEPT, kept
+from tests.ranks.worker import STEPS, Launcher
+
+pytestmark = pytest.mark.fault
+
+CLUSTER: dict[str, Any] = {
+    "ranks_per_node": 1, "step_s": 1, "network_gbit_s": 1, "disk_gb_s": 1, "object_gb_s": 1,
+    "memory_gib": 1, "disk_gib": 1, "cores": 1, "node_failures_per_day": 1,
+}  # fmt: skip
+
+FROZEN = "4.bias"
+
+
+def small() -> torch.nn.Module:
+    """What `tests.ranks.elastic` trains, and nobody has cut."""
+    from tests.ranks.elastic import build_elastic
+
+    return build_elastic("one", 1, 37)[0]
+
+
+def planned(strategy: Strategy, ranks: int, way: str) -> CostRow:
+    """The row of a cluster of as many nodes."""
+    asked = Settings(
+        model=model("planned_factory:small"), strategy=strategy, failures=1, trials=1,
+        cluster=cluster(CLUSTER | {"nodes": ranks}), items=items("fp32", "lossless"),
+    )  # fmt: skip
+    return next(r for r in plan(asked) if isinstance(r, CostRow) and r.policy == way)
+
+
+def bases(store: Any, step: int) -> dict[str, int]:
+    """Of every part the bytes of a base of what is trained, padding apart."""
+    found = {}
+    with open_store(store.as_uri()) as opened:
+        for (_, part), refs in read_catalog(opened.tiers, "e2e").bases.items():
+            for ref in refs:
+                layout = open_layout(opened.tiers, "e2e", ref.layout)
+                if ref.step == step:
+                    found[part] = sum(
+                        piece.elements * item_bytes(dtype)
+                        for section in layout.sections for _, dtype in section.roles
+                        for piece in section.slices if not piece.name.endswith(FROZEN)
+                    )  # fmt: skip
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "strategy", "way"),
+    [
+        ("zero1", 2, Strategy(kind="zero1"), "auto"),
+        ("zero1", 2, Strategy(kind="zero1"), "off"),
+        ("fsdp2", 3, Strategy(kind="zero3"), "auto"),
+        ("hsdp2", 4, Strategy(kind="hsdp", shard=2), "auto"),
+        ("hsdp2", 4, Strategy(kind="hsdp", shard=2), "off"),
+    ],
+    ids=["zero1", "zero1-off", "fsdp2", "mics", "mics-off"],
+)
+def test_real_ranks_keep_what_is_planned(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, kind: str, ranks: int, strategy: Strategy,
+    way: str,
+) -> None:  # fmt: skip
+    """All parts of a step's deltas, and of its bases; each rank has a part."""
+    monkeypatch.setitem(sys.modules, "planned_factory", sys.modules[__name__])
+    said = planned(strategy, ranks, way)
+    given = {rank: {**KEPT[0], "redundancy": way} for rank in range(ranks)}
+    store = tmp_path / "store"
+    launcher = Launcher(tmp_path, kind, ranks)  # hosts the rendezvous as long as it lives
+    attempt = launcher.start(store, given=given)
+    assert attempt.wait() == [0] * ranks
+    steps, whole = kept(store, STEPS), bases(store, STEPS)
+    assert len(steps) == len(whole) == said.parts == ranks
+    assert sum(sum(part.values()) for part in steps.values()) == said.step
+    assert sum(whole.values()) == said.base
