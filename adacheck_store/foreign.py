@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from adacheck_store.format.bodies import Groups, SectionState
-from adacheck_store.format.errors import ModelMismatchError, UnsupportedError
+from adacheck_store.format.errors import ModelMismatchError, UnsupportedError, UsageError
 from adacheck_store.format.layout import Layout, Section, Slice, align, whole_box
 
 from .arrays import dtype_name, to_typed
@@ -257,3 +257,32 @@ def whole(tensor: torch.Tensor) -> Found:
 def only(foreign: Foreign, names: Sequence[str]) -> Foreign:
     """What a state has of some tensors of the model; the groups are those of all."""
     return replace(foreign, model={name: foreign.model[name] for name in names})
+
+
+def names_of(foreign: Foreign) -> dict[str, list[str]]:
+    """Names of the model's tensors, of those in parameter groups, and of those that have state."""
+    return {
+        "model": list(foreign.model),
+        "trained": [str(name) for group in foreign.groups for name in group["params"]],
+        "stateful": [*map(str, foreign.states), *map(str, foreign.counters)],
+    }
+
+
+def refuse_strays(told: Sequence[Mapping[str, Sequence[str]]], hint: str, **place: Any) -> None:
+    """Nothing of the optimizer's may be left out: the model is to have all that it trains.
+
+    ``told`` is what `names_of` gives, of all ranks. Raises `UsageError`.
+    """
+    model, trained, stateful = (
+        {name for names in told for name in names[kind]}
+        for kind in ("model", "trained", "stateful")
+    )
+    what = ""
+    if strays := sorted((trained | stateful) - model):
+        what = f"the optimizer trains {strays[0]!r}, and the model has no such tensor"
+    elif loose := sorted(stateful - trained):
+        what = f"the optimizer has state of {loose[0]!r}, which is in none of its groups"
+    elif not model:
+        what = "it has no tensor of a model"
+    if what:
+        raise UsageError(what, hint=hint, **place)

@@ -9,7 +9,14 @@ from typing import Any
 
 from adacheck_store.boundary import Link
 from adacheck_store.config import writer_info
-from adacheck_store.foreign import Foreign, LaidOut, lay_out, spec_for
+from adacheck_store.foreign import (
+    Foreign,
+    LaidOut,
+    lay_out,
+    names_of,
+    refuse_strays,
+    spec_for,
+)
 from adacheck_store.foreign_keys import with_counters
 from adacheck_store.format.bodies import ExtraBody
 from adacheck_store.format.errors import UsageError
@@ -61,7 +68,10 @@ def take_in(
             "the source does not say which step it is", path=str(source), hint="give --step"
         )
     foreign = with_counters(_foreign(contents, optimizer_class, tied or {}))
-    _refuse_strays(foreign, source)
+    refuse_strays(
+        [names_of(foreign)], "say by --model and --optimizer under which keys the two stand",
+        path=str(source),
+    )  # fmt: skip
     laid = lay_out(foreign)
     total = sum(found.nbytes for found in laid.sources.values())
     told = _watched(laid, f"step {number} of run {run}", total, progress)
@@ -95,18 +105,6 @@ def _foreign(contents: Contents, optimizer_class: str, tied: Mapping[str, str]) 
          for key, value in group.items()}
         for group in foreign.groups
     ])  # fmt: skip
-
-
-def _refuse_strays(foreign: Foreign, source: Path) -> None:
-    """Nothing of the optimizer's may be left out: the model is to have all that it trains."""
-    trained = {name for group in foreign.groups for name in group["params"]}
-    strays = sorted((trained | foreign.states.keys()) - foreign.model.keys())
-    if not foreign.model or strays:
-        what = f"the optimizer trains {strays[0]!r}, and the model has" if strays else "it has"
-        raise UsageError(
-            f"{what} no such tensor", path=str(source),
-            hint="say by --model and --optimizer under which keys the two stand",
-        )  # fmt: skip
 
 
 def _watched(laid: LaidOut, what: str, total: int, progress: Progress) -> LaidOut:

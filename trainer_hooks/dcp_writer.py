@@ -20,7 +20,16 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from adacheck_store.foreign import Foreign, Found, lay_out, only, spec_for, tied
+from adacheck_store.foreign import (
+    Foreign,
+    Found,
+    lay_out,
+    names_of,
+    only,
+    refuse_strays,
+    spec_for,
+    tied,
+)
 from adacheck_store.foreign_keys import Keys, with_counters
 from adacheck_store.format.errors import ModelMismatchError, UnsupportedError, UsageError
 from adacheck_store.format.keys import check_run
@@ -35,6 +44,11 @@ from .extras import extra_record, freeze
 from .ranks import find_group
 
 WHY = "torch.distributed.checkpoint"
+
+HINT = (
+    "take both by torch.distributed.checkpoint.state_dict.get_state_dict(model, optimizer), whose "
+    "names agree; DcpWriter(model=..., optimizer=...) says under which keys they stand"
+)
 
 
 @dataclass(slots=True)
@@ -108,7 +122,12 @@ class DcpWriter(StorageWriter):
         local = _Local()
         for item in self._items:
             self._take(item, planner, local)
-        foreign = self._of_class(self._foreign(local))
+        named = self._foreign(local)
+        refuse_strays(
+            share(self._group, "names", lambda: names_of(named)), HINT, run=self._run,
+            step=self._step,
+        )  # fmt: skip
+        foreign = self._of_class(named)
         laid = lay_out(only(foreign, self._share(foreign)))
         others = self._others(local)
         store = open_for_saving(self._store, self._cache)

@@ -246,3 +246,45 @@ def test_a_step_before_the_run_is_refused(tmp_path):
     assert torch.equal(found["model"]["w"], torch.arange(5.0))
     with pytest.raises(AdaCheckError):
         ada.DcpWriter(store, "../r", 5)
+
+
+@pytest.mark.parametrize("form", ["numbers", "module", "nothing", "no groups", "no group of it"])
+def test_optimizer_state_that_is_not_of_the_model_is_refused(tmp_path, form):
+    """By name; else the step would be there without it, and without a word."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    import adacheck_store as ada
+
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    train_on(model, optimizer)
+    states, optim = get_state_dict(model, optimizer)
+    if form == "numbers":
+        state, name = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "'0'"
+    elif form == "module":
+        states = {f"module.{key}": value for key, value in states.items()}
+        state, name = {"model": states, "optimizer": optim}, "'bias'"
+    elif form == "nothing":
+        state, name = {"epoch": 3}, "no tensor of a model"
+    elif form == "no groups":
+        state, name = {"model": states, "optimizer": {"state": optim["state"]}}, "'bias', which"
+    else:
+        optim["param_groups"][0]["params"].remove("weight")
+        state, name = {"model": states, "optimizer": optim}, "'weight', which is in none"
+    store = (tmp_path / "store").as_uri()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(CheckpointException, match=name):
+            dcp.save(state, storage_writer=ada.DcpWriter(store, "r", 5))
+    assert not (tmp_path / "store").exists()
+
+
+def train_on(model, optimizer) -> None:
+    """One update of a small model."""
+    import torch
+
+    model(torch.randn(8, 3)).square().mean().backward()
+    optimizer.step()
