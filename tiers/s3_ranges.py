@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from http.client import HTTPResponse
+from http.client import HTTPException, HTTPResponse
 from typing import Any
 
 from .s3_errors import ShortReadError
@@ -106,6 +106,8 @@ def _fill(raw: Any, out: memoryview) -> int:
     try:
         while count < len(out) and (got := plain.readinto(out[count:])):
             count += got
+    except HTTPException as exc:  # which urllib3 would have translated
+        raise ShortReadError(f"{count} bytes: {exc!r}") from exc
     finally:
         if plain.isclosed() and count:  # read to its end: the connection serves on
             raw.release_conn()

@@ -252,7 +252,7 @@ class ZarrTier(Tier):
     def _read_packed(self, key: Key, array: str, first: int, count: int, take: _Take[T]) -> T:
         try:
             return self._read_from_packs(key, array, first, count, take)
-        except RecordNotFoundError:
+        except (RecordNotFoundError, TruncatedError):
             # A pack known here may be gone, and another have come in its place.
             self._shelf.forget(place_of(key))
             return self._read_from_packs(key, array, first, count, take)

@@ -221,10 +221,10 @@ class PackShelf:
             try:
                 listing = self._listings.get(place) if known and not fresh else None
                 return self._find(key, listing or self.listing(place, fresh=fresh))
-            except RecordNotFoundError:
-                if fresh:
+            except (FormatError, RecordNotFoundError) as error:
+                if fresh or not (known or isinstance(error, RecordNotFoundError)):
                     raise
-                fresh = True
+                fresh = True  # its pack may have been mended, or another come in its place
 
     def _find(self, key: Key, listing: Listing) -> list[Pack]:
         found: list[Pack] = []

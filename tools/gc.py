@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
 
+from adacheck_store.catalog import Catalog
 from adacheck_store.format.errors import AdaCheckError
 from adacheck_store.format.keys import Key, Term, log_key, parse_key
 from adacheck_store.format.manifest import Entry, Floor
@@ -99,6 +100,14 @@ def gc(
         yield from _leftovers(store.far, run, apply, ages)
 
 
+def _kept_by_writers(catalog: Catalog) -> tuple[int | None, Retention | None]:
+    """What the last trainer of the line keeps: saves and imports after it say nothing of that."""
+    for segment in reversed(tolerant_line(catalog)):
+        if "saved" not in segment.manifest.settings:
+            return from_settings(segment.manifest.settings)
+    return None, None
+
+
 class _RunGc:
     """The floors of one run and what lies below them: the far tier first, it caps the others."""
 
@@ -119,8 +128,7 @@ class _RunGc:
         if not terms:
             return
         if self._rules is None:
-            newest = tolerant_line(catalog)[-1].manifest
-            last, self._rules = from_settings(newest.settings)
+            last, self._rules = _kept_by_writers(catalog)
             self._last = self._last or last or Retention().last
         live, dead = rivals(far, self._run, terms[-1])
         yield from self._tier(far, live, dead, cap=self._watermark())

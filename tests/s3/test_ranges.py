@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 import time
 
 import pytest
+import urllib3
 
 from adacheck_store.format.errors import RecordNotFoundError
 from adacheck_store.tiers import s3_ranges
 from adacheck_store.tiers.object_s3 import S3Objects
+from adacheck_store.tiers.s3_errors import ShortReadError
 
 from .proxy import Fault, Proxy, Request
 from .server import Server
@@ -127,3 +131,24 @@ def test_a_new_client_signs_anew(
     assert objects._s3._client is not client
     (kept,) = objects._ranges._signed.values()
     assert kept[0] is objects._s3._client
+
+
+def test_a_reply_in_chunks_that_is_cut() -> None:
+    """Is a short read, to be tried again, like any other."""
+    body = b"HTTP/1.1 206 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n01234\r\n9\r\n56"
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def answer() -> None:
+            taken, _ = listening.accept()
+            with taken:
+                taken.recv(4096)
+                taken.sendall(body)
+
+        server = threading.Thread(target=answer)
+        server.start()
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}/"
+        with urllib3.PoolManager(retries=False) as pool:
+            reply = pool.request("GET", url, preload_content=False)
+            with pytest.raises(ShortReadError):
+                s3_ranges._fill(reply, memoryview(bytearray(14)))
+        server.join()

@@ -283,3 +283,22 @@ def test_into_a_run_that_is_there(tmp_path: Path) -> None:
     code, document = cli_json("restore", url, tmp_path / "out", "--step", "4")
     assert code == 0, document
     goes_on(url, trained, "adamw")
+
+
+def test_a_bare_gc_keeps_what_the_trainer_kept(tmp_path: Path) -> None:
+    """A step that is taken in says nothing of what is to stay; the trainer before it does."""
+    trained, store = pieces(), (tmp_path / "store").as_uri()
+    keep = ada.Retention(last=100)
+    with ada.attach(*trained, RUN, store, base_every=2, keep=keep) as ckpt:
+        for step in range(1, 13):
+            train(*trained, step, 1)
+            if step % 2 == 0:
+                ckpt.flush(60)
+    name = tmp_path / "a.safetensors"
+    assert cli("export", store, name, "--format", "safetensors").exit_code == 0
+    code, before = cli_json("ls", store)
+    assert code == 0
+    assert cli("import", store, name, "--run", RUN, "--step", "20").exit_code == 0
+    code, document = cli_json("gc", store, "--run", RUN)
+    assert (code, document["rows"]) == (0, []), before
+    assert cli_json("gc", store, "--run", RUN, "--last", "1")[1]["rows"], "there is what to delete"
