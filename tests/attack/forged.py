@@ -22,7 +22,7 @@ from adacheck_store.tools.compact import compact
 from adacheck_store.tools.fsck import fsck
 from tests.core.kit import Journal, KeptTier, begin, session_on, train
 from tests.core.toy import Toy
-from tests.stateful.world import adamw
+from tests.stateful.trainers import adamw
 
 LIMIT_S = 20.0
 STEPS = 5

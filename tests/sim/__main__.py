@@ -53,7 +53,7 @@ def main(first: int, count: int) -> int:
             continue
         sums.update(
             steps=outcome.steps, restores=outcome.restores, promises=outcome.promises,
-            drained=outcome.drained,
+            drained=outcome.drained, floors=outcome.floors,
             virtual_s=int(outcome.seconds),
         )  # fmt: skip
         sums.update(outcome.faults)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from adacheck_store.agent.budget import BEYOND_WINDOW
 from adacheck_store.agent.replica import FAR, LMDB
-from tests.sim.trainers import BASE, DELTA, EXTRA, Job, newest_seats, restart
+from tests.sim.jobs import Job, newest_seats, restart
+from tests.sim.trainers import BASE, DELTA, EXTRA
 from tests.sim.truth import Violation
 from tests.sim.world import Agent, World
 
@@ -62,6 +63,7 @@ class Outcome:
     restores: int = 0
     promises: int = 0
     drained: int = 0
+    floors: int = 0
     seconds: float = 0.0
     faults: Counter[str] = field(default_factory=Counter)
 
@@ -86,12 +88,27 @@ def make_plan(seed: int) -> Plan:
     probes += [at + rng.random() * 8 * step_s for at in times]
     places = rng.choice([0, 0, LMDB, LMDB | FAR])
     slack = rng.choice([0.0, 1.0]) if places else 3.0  # without disk memory holds what comes
+    faults, steps = _more(seed, faults, steps, end, bool(places & FAR))
     return Plan(
         seed=seed, nodes=nodes, homes=tuple(homes), k=k, window=rng.choice([1, 2]),
         fold_every=rng.choice([1, 1, 2, 4]), places=places, slack=slack, steps=steps, step_s=step_s,
         away_s=rng.choice([4.0, 30.0]), faults=faults,
         probes=tuple(round(at, 3) for at in sorted(probes)),
     )  # fmt: skip
+
+
+def _more(
+    seed: int, faults: tuple[Fault, ...], steps: int, end: float, far: bool
+) -> tuple[tuple[Fault, ...], int]:
+    """Some nodes that are lost do not come back in time; and garbage is collected now and then."""
+    rng = random.Random(f"more {seed}")
+    moved = [
+        replace(fault, kind="move home") if fault.kind == "lose node" and rng.random() < 0.5
+        else fault for fault in faults
+    ]  # fmt: skip
+    for _ in range(rng.choice([0, 1, 2]) if far else 0):
+        moved.append(Fault(round(rng.uniform(0.3, end + 1.0), 3), "gc", 0, 0.0))
+    return tuple(moved), steps + rng.choice([0, 4]) * far
 
 
 def build(plan: Plan, trace: list[str] | None = None) -> World:
@@ -129,6 +146,7 @@ def run(plan: Plan, trace: list[str] | None = None) -> Outcome:
     outcome.steps = world.job.ranks[0].step
     outcome.restores = world.claims - 1
     outcome.promises, outcome.drained = len(world.truth.promises), world.truth.count
+    outcome.floors = len(world.floors.floors)
     outcome.seconds = world.now
     return outcome
 
@@ -201,7 +219,8 @@ def _lose_on_paper(world: World, plan: Plan, lost: set[str], why: str) -> None:
         return
     for rank in world.job.ranks:
         rank.news()
-    stores = [("far", world.far)]
+    floors = world.floors.floors
+    stores = [("far", world.floors.left())]
     lives = set()
     for agent in world.agents.values():
         if agent.node not in lost:
@@ -210,10 +229,13 @@ def _lose_on_paper(world: World, plan: Plan, lost: set[str], why: str) -> None:
                 stores.append((agent.boot, agent.ram))
                 lives.add(agent.life)
     why = f"{why} at {world.now:.3f}"
-    truth.check_drained(truth.catalog(stores[:1]), f"{why}, all but far lost")
+    catalog = truth.catalog(stores[:1])
+    truth.check_drained(catalog, f"{why}, all but far lost")
+    truth.check_floors(catalog, floors, f"{why}, all but far lost")
     why = f"{why}, without {sorted(lost)}"
     catalog = truth.catalog(stores)
     truth.check_drained(catalog, why)
+    truth.check_floors(catalog, floors, why)
     truth.check(catalog, lives, newest_seats(world, plan.ranks), truth.promises, why)
 
 
@@ -249,6 +271,16 @@ def _strike(world: World, plan: Plan, fault: Fault, outcome: Outcome) -> None:
                 world.after(fault.lasts * (0.5 + rng.random()), world.agents[name].start)
             job.kill()
             world.after(fault.lasts / 2, restart, job)
+        case "move home":  # a node is lost, and its ranks begin anew on another one
+            lost = job.homes[fault.pick % plan.ranks]
+            there = rng.choice([name for name in names if name != lost])
+            world.agents[lost].kill(disk=True)
+            world.after(fault.lasts, world.agents[lost].start)
+            job.kill()
+            homes = [there if home == lost else home for home in job.homes]
+            world.after(fault.lasts / 2, restart, job, homes)
+        case "gc":
+            world.floors.by_tool()
         case "cut":
             pair = frozenset(rng.sample(names, 2))
             world.cut.add(pair)

@@ -18,10 +18,10 @@ from adacheck_store.agent.leases import Lease
 from adacheck_store.agent.marks import NOTHING, Mark
 from adacheck_store.agent.replica import FAR, LMDB, ExtraReplica, PartReplica
 from adacheck_store.agent.view import View
-from adacheck_store.catalog import RecordRef
+from adacheck_store.catalog import Catalog, RecordRef
 from adacheck_store.proof import Proof, Segment
-from adacheck_store.retention import choose_floor
-from tests.sim import trainers
+from adacheck_store.retention import FloorChoice, choose_floor
+from tests.sim import floors, trainers
 from tests.sim.histories import Fault, Plan, build, make_plan, run
 from tests.sim.truth import Violation
 
@@ -335,6 +335,25 @@ def test_the_base_that_closes_a_gap_leaves_room_for_what_settles_it(
 # Floors ----------------------------------------------------------------------------------------
 
 
+def with_floors() -> Iterable[Plan]:
+    """Random histories of a far tier whose garbage is collected now and then."""
+    plans = [plan for plan in map(make_plan, range(TRIES)) if plan.places & FAR]
+    return [plan for plan in plans if any(fault.kind == "gc" for fault in plan.faults)]
+
+
+def test_a_floor_is_a_step_of_all_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The newest base of any part may be all there is of its step."""
+    real = floors.choose_floor
+
+    def choose(catalog: Catalog, keep: int, cap: int | None) -> FloorChoice | None:
+        found = real(catalog, keep, cap)
+        steps = [ref.step for refs in catalog.bases.values() for ref in refs]
+        return found and dataclasses.replace(found, step=max(steps))
+
+    off = lambda patch: patch.setattr(floors, "choose_floor", choose)  # noqa: E731
+    breaks(with_floors(), off, monkeypatch, "the floor is")
+
+
 def far_floor(homes: tuple[int, ...], seed: int, **settings: object) -> int:
     """The floor that the far tier bears after sixteen steps without a fault."""
     plan = dataclasses.replace(
@@ -357,6 +376,7 @@ def test_parts_pass_through_bases_of_one_step(
 
     Here bases are of each fourth step; the watermark ends at 15.
     """
+    monkeypatch.setattr(floors, "KEEP", 2)
     seeds = range(4)
     assert {far_floor(homes, seed, fold_every=fold_every) for seed in seeds} == {8}
     real = PartReplica.fold_plan

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from adacheck_store.catalog import Catalog, RecordRef
 from adacheck_store.format.errors import NotProvableError
-from adacheck_store.format.manifest import Manifest
+from adacheck_store.format.manifest import Floor, Manifest
 from adacheck_store.recovery import RestorePlan, plan_restore
 
 RUN = "run"
@@ -91,6 +91,13 @@ class Truth:
                 plan = None
             self._planned = catalog, plan
         return self._planned[1]
+
+    def check_floors(self, catalog: Catalog, floors: Iterable[Floor], why: str) -> None:
+        """No step that can be restored is below a floor of the line: the far tier proves it."""
+        line = _line(catalog)
+        floor = max((floor.step for floor in floors if floor.term in line), default=-1)
+        if floor >= 0 and ((plan := self.plan(catalog)) is None or plan.step < floor):
+            raise Violation(f"{why}: the floor is {floor}, there is {plan.step if plan else -1}")
 
     def fold(self, base: RecordRef, deltas: Iterable[RecordRef]) -> object:
         """The value that a fold gives; a fold of records that do not fit is a violation."""

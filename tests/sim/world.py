@@ -16,6 +16,7 @@ from adacheck_store.agent.budget import Budget
 from adacheck_store.agent.core import AgentCore, AgentSettings
 from adacheck_store.agent.replica import FAR, LMDB, RAM
 from adacheck_store.catalog import RecordRef
+from tests.sim.floors import Floors
 from tests.sim.truth import Truth, Violation
 
 CALL_S = 3.0
@@ -32,6 +33,7 @@ class World:
         self.now = 0.0
         self.truth = Truth(ranks)
         self.far: dict[str, RecordRef] = {}
+        self.floors = Floors(self, seed)
         self.claims = 0
         self.agents: dict[str, Agent] = {}
         self.cut: set[frozenset[str]] = set()
@@ -255,7 +257,8 @@ class Agent:
 
     def _surveyed(self, boot: str, command: ev.Survey) -> None:
         if self.alive and boot == self.boot:
-            far = tuple(ref for ref in self.world.far.values() if ref.part in command.chains)
+            seen = self.world.floors.left().values()
+            far = tuple(ref for ref in seen if ref.part in command.chains)
             failed = self.world.rng.random() < 0.1
             self.tell(ev.Surveyed(command.term, None if failed else far))
 
@@ -263,6 +266,8 @@ class Agent:
         """Of each own part the last two bases up to the watermark, and what follows, stay."""
         gone: list[str] = []
         view = self.core.view
+        if view.owns("p000000") and self.settings.places & FAR:
+            self.world.floors.by_agent(self, command.watermark)
         for chain, replica in view.replicas.items():
             if not view.owns(chain) or not chain.startswith("p"):
                 continue
@@ -379,5 +384,3 @@ _CARRY_OUT: dict[type[Any], Callable[[Agent, Any], None]] = {
     ev.Prune: Agent._prune,
     ev.AskBase: Agent._ask_base,
 }  # fmt: skip
-
-assert FAR  # the far tier is `World.far`: always there

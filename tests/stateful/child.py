@@ -11,7 +11,11 @@ import torch
 
 from adacheck_store.format.errors import AdaCheckError
 from adacheck_store.tiers import failpoints
-from tests.stateful.world import QUICK, World, journal
+from tests.s3.server import OWNER, use
+from tests.stateful.places import Place, find
+from tests.stateful.trainers import QUICK
+from tests.stateful.truth import journal
+from tests.stateful.world import World
 
 NODE = "c"
 """Its node: a process that reads an LMDB which it once wrote to keeps the writer's lock."""
@@ -20,14 +24,15 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch._dynamo", "tests.stateful.child"])
 
 
-def _train(store: Path, out: Path, failpoint: str, steps: int, seed: int) -> None:
+def _train(url: str, cache: str, out: Path, failpoint: str, steps: int, seed: int) -> None:
     """Restore, train, flush; a failpoint may end it anywhere."""
+    use(OWNER)
     torch.set_num_threads(1)
     logging.disable(logging.CRITICAL)
     for module, name, value in QUICK:
         setattr(module, name, value)
     log = journal(out)
-    world = World(store, log)
+    world = World(find(url, cache), log)
     world.planted = True  # what was done to the store before is not known here
     world.trust_truth = False
     world.seed = seed
@@ -44,9 +49,11 @@ def _train(store: Path, out: Path, failpoint: str, steps: int, seed: int) -> Non
         raise
 
 
-def run(store: Path, out: Path, failpoint: str, steps: int, seed: int) -> int:
+def run(place: Place, out: Path, failpoint: str, steps: int, seed: int) -> int:
     """Have a trainer work on a store; its exit code, -9 if the failpoint was met."""
-    process = _context.Process(target=_train, args=(store, out, failpoint, steps, seed))
+    process = _context.Process(
+        target=_train, args=(place.url, str(place.cache), out, failpoint, steps, seed)
+    )
     process.start()
     process.join(120)
     assert process.exitcode is not None, "the child hangs"

@@ -28,10 +28,12 @@ from hypothesis.stateful import (
 )
 
 from adacheck_store.format.errors import RestoreError, TierUnavailableError
-from adacheck_store.store import _MEMORY
 from adacheck_store.tiers import failpoints
-from tests.stateful import child
-from tests.stateful.world import DONE, NODES, QUICK, World
+from tests.s3.server import OWNER, server, use
+from tests.stateful import child, verbs
+from tests.stateful.places import Bucket, Folder, Memory
+from tests.stateful.trainers import DONE, NODES, QUICK
+from tests.stateful.world import World
 
 pytestmark = pytest.mark.fault
 
@@ -54,9 +56,11 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Machine(RuleBasedStateMachine):
-    """Rules for any store."""
+    """Rules for any store; all of it is checked after ``every`` so many of them."""
 
     world: World
+    every = 1
+    passed = 0
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +69,7 @@ class Machine(RuleBasedStateMachine):
 
     def make(self) -> World:
         """An empty world."""
-        return World(None)
+        return World(Memory())
 
     @initialize(seed=st.integers(0, 2**32))
     def first(self, seed: int) -> None:
@@ -80,7 +84,7 @@ class Machine(RuleBasedStateMachine):
         No preconditions: who lives depends on threads, and what hypothesis draws must not.
         """
         if not self.world.writers:
-            self.begin(keep_bases=2, older=False, first=True)
+            self.begin(keep_bases=2, every=0, older=False, first=True)
         return self.choose(sorted(self.world.writers)) if self.world.writers else ""
 
     @rule(steps=st.integers(1, 7), flush=st.booleans(), checked=st.booleans())
@@ -112,7 +116,27 @@ class Machine(RuleBasedStateMachine):
     @rule()
     def compact(self) -> None:
         """A base by hand, at some provable step."""
-        self.world.compact(self.choose)
+        verbs.compact(self.world, self.choose)
+
+    @rule()
+    def tag(self) -> None:
+        """A step gets a name, and stays."""
+        verbs.tag(self.world, self.choose)
+
+    @rule()
+    def untag(self) -> None:
+        """A name is taken back."""
+        verbs.untag(self.world, self.choose)
+
+    @rule(last=st.integers(1, 3), every=st.sampled_from([0, 8, 12]))
+    def collect(self, last: int, every: int) -> None:
+        """Garbage goes, by rules or without, beside live writers or after them."""
+        verbs.collect(self.world, last, every)
+
+    @rule()
+    def mend(self) -> None:
+        """The store is repaired."""
+        verbs.mend(self.world)
 
     @rule()
     def close(self) -> None:
@@ -126,8 +150,9 @@ class Machine(RuleBasedStateMachine):
         if node := self.someone():
             self.world.crash(node, pending)
 
-    @rule(keep_bases=st.integers(1, 3), older=st.booleans(), first=st.booleans())
-    def begin(self, keep_bases: int, older: bool, first: bool) -> None:
+    @rule(keep_bases=st.integers(1, 3), every=st.sampled_from([0, 0, 8]), older=st.booleans(),
+          first=st.booleans())  # fmt: skip
+    def begin(self, keep_bases: int, every: int, older: bool, first: bool) -> None:
         """A writer restores and goes on: the newest step, or a fork; perhaps the second writer."""
         free = [node for node in self.nodes() if node not in self.world.writers]
         if not free:
@@ -139,7 +164,7 @@ class Machine(RuleBasedStateMachine):
                 found = self.world.provable(self.world.catalog(store))
             step = self.choose(found) if found else None
         try:
-            self.world.begin(node, step=step, keep_bases=keep_bases)
+            self.world.begin(node, step=step, keep_bases=keep_bases, every=every)
         except RestoreError:
             assert self.world.planted, "nothing was damaged, and nothing can be restored"
             assert not self.world.promised_on_line()
@@ -161,7 +186,8 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def truthful(self) -> None:
         """Fsck, and some restores."""
-        if self.world.exists():
+        self.passed += 1
+        if self.world.exists() and self.passed % self.every == 0:
             self.world.check(self.choose)
 
     def teardown(self) -> None:
@@ -172,7 +198,7 @@ class Machine(RuleBasedStateMachine):
                 self.world.check()
         finally:
             self.world.writers.clear()
-            _MEMORY.pop(self.world.url, None)
+            self.world.place.end()
 
 
 class FileMachine(Machine):
@@ -181,7 +207,7 @@ class FileMachine(Machine):
     def make(self) -> World:
         """A store in a folder of its own."""
         self.folder = Path(tempfile.mkdtemp(prefix="ada-stateful-"))
-        return World(self.folder / "store")
+        return World(Folder(self.folder / "store"))
 
     def nodes(self) -> tuple[str, ...]:
         """Two."""
@@ -210,9 +236,7 @@ class FileMachine(Machine):
         """A child restores, trains and is killed somewhere on the way; other writers live on."""
         out = self.folder / "journal.jsonl"
         out.unlink(missing_ok=True)
-        code = child.run(
-            self.folder / "store", out, f"{point}:{hit}", steps, self.world.next_seed()
-        )
+        code = child.run(self.world.place, out, f"{point}:{hit}", steps, self.world.next_seed())
         said = self.world.learn(out)
         assert code in (0, -signal.SIGKILL), said
         assert not said or self.world.planted, said
@@ -226,6 +250,17 @@ class FileMachine(Machine):
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
+class BucketMachine(FileMachine):
+    """The same with objects in S3: SeaweedFS, which every process reaches by HTTP."""
+
+    every = 3
+
+    def make(self) -> World:
+        """A prefix of its own; LMDBs in a folder."""
+        self.folder = Path(tempfile.mkdtemp(prefix="ada-stateful-"))
+        return World(Bucket(server().url(), self.folder / "lmdb"))
+
+
 def profile(examples: int, steps: int) -> settings:
     """How much to try. What fails is not made smaller: that takes minutes, and threads race."""
     return settings(
@@ -236,7 +271,8 @@ def profile(examples: int, steps: int) -> settings:
 
 COMMON = {
     "checked", "restored", "went on", "forked", "exposed", "disowned", "pruned", "crashed",
-    "compact folded", "compact present",
+    "compact folded", "compact present", "tagged", "untagged", "collected", "floor raised",
+    "floor stands", "repair rebuilt", "repair set aside", "whole again",
 }  # fmt: skip
 ON_DISK = COMMON | {
     "damaged lmdb", "damaged zarr", "dropped lmdb", "dropped zarr", "stumbled", "fenced",
@@ -263,6 +299,24 @@ def test_file_short() -> None:
     attempt(FileMachine, 15, 12, {"checked", "restored"})
 
 
+@pytest.fixture
+def bucket() -> None:
+    """Credentials for the server."""
+    use(OWNER)
+
+
+def test_bucket_short(bucket: None) -> None:
+    """LMDB and S3."""
+    attempt(BucketMachine, 2, 8, {"checked", "restored"})
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_bucket_long(bucket: None) -> None:
+    """The long profile."""
+    attempt(BucketMachine, 100, 40, ON_DISK)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_memory_long() -> None:
@@ -279,7 +333,7 @@ def test_file_long() -> None:
 
 def test_a_run_goes_on_though_an_ancestors_manifest_is_gone(tmp_path: Path) -> None:
     """Each node's tier holds its own terms only; the objects and the first node are lost."""
-    world = World(tmp_path / "store")
+    world = World(Folder(tmp_path / "store"))
     world.begin("a")
     world.append("a", 6)
     world.close("a")
@@ -296,7 +350,7 @@ def test_a_run_goes_on_though_an_ancestors_manifest_is_gone(tmp_path: Path) -> N
 
 def test_what_an_outlived_writer_disowns_is_not_the_new_lines(tmp_path: Path) -> None:
     """It wakes after the fork, finds its last steps wrong, and says so in its own near tier."""
-    world = World(tmp_path / "store")
+    world = World(Folder(tmp_path / "store"))
     world.begin("a")
     world.append("a", 2)
     world.begin("b")

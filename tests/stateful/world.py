@@ -1,192 +1,86 @@
-"""A store, its writers, and a dictionary of what the trainers had: what the machine acts on.
+"""The state machine's world: a store and its writers, and all that happens to them.
 
-The dictionary knows every (term, step) -> digest that was ever trained, and ``promised`` those
-that were acknowledged and have not been pruned, disowned or lost to damage that was planted.
+What must come back meanwhile is `truth`; verbs over the store are in `verbs`.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
-import secrets
-import shutil
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import replace
 
-import pytest
-import torch
-
-from adacheck_store import duty as duty_module
-from adacheck_store import session as session_module
-from adacheck_store import writer as writer_module
-from adacheck_store.arrays import byte_view
-from adacheck_store.catalog import Catalog, RecordRef, read_catalog
-from adacheck_store.config import Settings
+from adacheck_store.catalog import RecordRef
 from adacheck_store.format.errors import (
     AdaCheckError,
-    RecordNotFoundError,
     TermError,
     TierError,
     TierFullError,
-    TierReadOnlyError,
-    UsageError,
 )
 from adacheck_store.format.keys import parse_key
-from adacheck_store.format.manifest import Manifest
-from adacheck_store.recovery import Prover, tolerant_line
-from adacheck_store.restore import Restored, restore_state
+from adacheck_store.policy import Retention
 from adacheck_store.session import RunSession
-from adacheck_store.store import Store, open_store
+from adacheck_store.store import open_store
 from adacheck_store.tiers import failpoints
-from adacheck_store.tiers.memory import MemoryTier
-from adacheck_store.tools.compact import compact
-from adacheck_store.tools.findings import DAMAGE, Finding, Provable
-from adacheck_store.tools.fsck import fsck
+from adacheck_store.tools.findings import Finding
 from tests.core.kit import BrokenTier, load
 from tests.core.toy import Toy
-
-RUN = "run"
-PART = "p000000"
-BASE_EVERY = 4
-WAIT_S = 30.0
-SHAPES = [(3, 5), (), (17,)]
-SETTINGS = Settings(
-    base_every=BASE_EVERY, object_lag=3, grace_s=0.0, stall_timeout_s=5.0, lmdb_bytes=64 << 20,
-    max_deaths=0,  # crashes here come in rows
-)  # fmt: skip
-NODES = ("a", "b")
-QUICK: tuple[tuple[Any, str, Any], ...] = (
-    (writer_module, "BACKOFF_S", (0.001, 0.01)),
-    (duty_module, "BACKOFF_S", (0.001, 0.01)),
-    (session_module, "CLOSE_S", 10.0),
+from tests.stateful.places import Place
+from tests.stateful.trainers import (
+    BASE_EVERY,
+    DONE,
+    NODES,
+    PART,
+    RUN,
+    SETTINGS,
+    SHAPES,
+    WAIT_S,
+    Checked,
+    Writer,
+    adamw,
+    digest_of_toy,
 )
-"""Short pauses: module, name, value."""
-DONE: Counter[str] = Counter()
-"""How often what happened, in all worlds: so that one can see that a profile tries everything."""
-
-Place = tuple[str, int]
-"""Term and step."""
-Pair = tuple[str, str]
-"""Tier and key."""
+from tests.stateful.truth import At, Truth
 
 
-def adamw(params: Any) -> torch.optim.Optimizer:
-    """The toy's optimizer."""
-    return torch.optim.AdamW(params, lr=1e-3)
+class World(Truth):
+    """One store under test and its live writers. ``log`` (if given) is told what is trained."""
 
-
-def digest_of(arrays: dict[str, torch.Tensor], states: Any) -> str:
-    """A digest over every bit of a state."""
-    found = hashlib.blake2b(repr(sorted(dict(states).items())).encode(), digest_size=16)
-    for name, tensor in sorted(arrays.items()):
-        found.update(name.encode())
-        found.update(byte_view(tensor))
-    return found.hexdigest()
-
-
-def digest_of_toy(toy: Toy) -> str:
-    """Of a trainer's state now."""
-    return digest_of(toy.arrays(), toy.states())
-
-
-def digest_of_restored(restored: Restored) -> str:
-    """Of a restored state."""
-    state = restored.parts[PART]
-    return digest_of(dict(state.arrays), state.states)
-
-
-class Checked:
-    """A boundary with a delta and a captured base beside it."""
-
-    def __init__(self, toy: Toy) -> None:
-        self.step = toy.step
-        self._delta, self._base = toy.boundary(), toy.boundary({})
-        self._base.saved["base"] = _frozen_base(toy)
-
-    def delta(self, link: Any) -> Any:
-        """The delta."""
-        return self._delta.delta(link)
-
-    def base(self, link: Any) -> Any:
-        """The base."""
-        return self._base.base(link)
-
-    def extra(self, link: Any) -> Any:
-        """The extra."""
-        return self._delta.extra(link)
-
-    def release(self) -> None:
-        """Nothing."""
-
-
-def _frozen_base(toy: Toy) -> Any:
-    frozen = toy.boundary({"reason": "", "from": toy.step})
-    head, arrays = frozen.saved["base"]
-    body = {name: value for name, value in head.body.items() if name != "gap"}
-    return replace(head, body={**body, "gap": None} if "gap" in head.body else body), arrays
-
-
-@dataclass
-class Writer:
-    """A live session with its trainer."""
-
-    node: str
-    session: RunSession
-    toy: Toy
-    term: str
-    broken: list[BrokenTier]
-    keep_bases: int
-    acknowledged: list[RecordRef] = field(default_factory=list)
-    noted: int = 0
-
-
-class World:
-    """One store under test. ``log`` (if given) is told what is trained and acknowledged."""
-
-    def __init__(self, root: Path | None, log: Callable[..., None] | None = None) -> None:
-        self.root = root
-        self.url = f"memory://stateful-{secrets.token_hex(8)}" if root is None else root.as_uri()
-        self.truth: dict[Place, str] = {}
-        self.promised: set[Place] = set()
-        self.parents: dict[str, Place] = {}
+    def __init__(self, place: Place, log: Callable[..., None] | None = None) -> None:
+        super().__init__(place, log)
         self.writers: dict[str, Writer] = {}
-        self.damaged: set[Pair] = set()
-        self.planted = False
-        self.trust_truth = True
         self.stumbling = False
         self.seed = 0
-        self._log = log or (lambda **row: None)
-        os.environ["ADACHECK_NODE"] = NODES[0]
 
     # Writers ---------------------------------------------------------------------------------
 
-    def _open(self, node: str, keep_bases: int) -> tuple[RunSession, list[BrokenTier]]:
+    def _open(self, node: str, keep_bases: int, every: int) -> tuple[RunSession, list[BrokenTier]]:
         os.environ["ADACHECK_NODE"] = node
         try:
-            store = open_store(self.url, write=True, lmdb_bytes=SETTINGS.lmdb_bytes)
+            store = open_store(
+                self.place.url, cache=self.place.cache, write=True, lmdb_bytes=SETTINGS.lmdb_bytes
+            )
         finally:
             os.environ["ADACHECK_NODE"] = NODES[0]
         near = BrokenTier(store.near)
-        if self.root is None:  # a memory store outlives its writers
+        if self.place.one:  # a memory store outlives its writers
             near.close = lambda: None  # type: ignore[method-assign]
         far = near if store.near is store.far else BrokenTier(store.far)
         wrapped = replace(store, near=near, far=far)
-        settings = replace(SETTINGS, keep_bases=keep_bases)
+        rules = Retention(last=keep_bases, every=every) if every else None
+        settings = replace(SETTINGS, keep_bases=keep_bases, retention=rules)
         try:
             return RunSession(wrapped, RUN, settings), [near, far]
         except BaseException:
             store.close()
             raise
 
-    def begin(self, node: str = "a", *, step: int | None = None, keep_bases: int = 2) -> Place:
+    def begin(
+        self, node: str = "a", *, step: int | None = None, keep_bases: int = 2, every: int = 0
+    ) -> At:
         """Restore (the newest, or a step) and start a term; returns where it begins."""
-        session, broken = self._open(node, keep_bases)
+        session, broken = self._open(node, keep_bases, every)
         toy = Toy(SHAPES, adamw, seed=self.next_seed(), absent=0.2, base_every=BASE_EVERY)
         try:
             restored = session.restore(step=step)
@@ -213,44 +107,10 @@ class World:
             session.flush(WAIT_S)
         return term, toy.step
 
-    def _born(self, term: str, parent: str, step: int) -> None:
-        self.parents[term] = (parent, step)
-        self._log(born=[term, parent, step])
-
     def next_seed(self) -> int:
         """A seed that no trainer has had."""
         self.seed += 1
         return self.seed
-
-    def learn(self, journal_file: Path) -> str:
-        """Take over what a child that may have been killed has written down; its errors."""
-        fresh, said = "", ""
-        for line in journal_file.read_text().splitlines() if journal_file.exists() else ():
-            row = json.loads(line)
-            if "fresh" in row:
-                fresh = row["fresh"]
-            elif "trained" in row:
-                term, step, digest = row["trained"]
-                self.truth[term, step] = digest
-            elif "born" in row:
-                term, parent, step = row["born"]
-                self.parents[term] = (parent, step)
-            elif "acknowledged" in row:
-                term, step = row["acknowledged"]
-                self.promised.add((term, step))
-            else:
-                said += str(row)
-        with self.read() as store:
-            for manifest in self.catalog(store).manifests.values():
-                self._adopt(manifest, fresh)
-        return said
-
-    def _adopt(self, manifest: Manifest, fresh: str) -> None:
-        """A term that began, of which the child had no time to tell."""
-        if manifest.parent_term:
-            self.parents.setdefault(manifest.term, (manifest.parent_term, manifest.fork_step))
-        elif not any(term == manifest.term for term, _ in self.truth):
-            self.truth[manifest.term, manifest.step] = fresh
 
     def _watch(self, writer: Writer) -> None:
         """Hear of every record that becomes durable."""
@@ -264,11 +124,6 @@ class World:
             self.promise(writer.term, step)
 
         inner._on_stored = heard
-
-    def promise(self, term: str, step: int) -> None:
-        """A step was acknowledged."""
-        self.promised.add((term, step))
-        self._log(acknowledged=[term, step])
 
     def _note(self, writer: Writer) -> None:
         self.truth[writer.term, writer.toy.step] = digest = digest_of_toy(writer.toy)
@@ -430,153 +285,6 @@ class World:
         for node in list(self.writers):
             self.close(node)
 
-    # Tools -----------------------------------------------------------------------------------
-
-    def read(self) -> Store:
-        """The store for reading."""
-        return open_store(self.url)
-
-    def exists(self) -> bool:
-        """Whether there is anything to read."""
-        return bool(self.truth)
-
-    def compact(self, choose: Callable[[list[int]], int]) -> None:
-        """The verb, at some provable step."""
-        with self.read() as store:
-            steps = self.provable(self.catalog(store))
-            if not steps:
-                return
-            if store.far.traits.name != "zarr" and self.root is not None:
-                with pytest.raises(TierReadOnlyError):
-                    list(compact(store, RUN))
-                return
-            step = choose(steps)
-            try:
-                rows = list(compact(store, RUN, to=step))
-            except UsageError:  # retention has passed it there, and another tier still has it
-                assert step < max(floor.step for floor in self.catalog(store).floors["zarr"])
-                return
-            again = list(compact(store, RUN, to=rows[0].step))
-        DONE[f"compact {rows[0].done}"] += 1
-        assert {row.done for row in again} == {"present"}
-
-    def catalog(self, store: Store) -> Catalog:
-        """What an open store holds of the run."""
-        return read_catalog(store.tiers, RUN)
-
-    def promised_on_line(self) -> set[Place]:
-        """What was promised and lies on the line, as far as floors have not passed it."""
-        with self.read() as store:
-            catalog = self.catalog(store)
-        if catalog.empty:
-            return set()
-        line = Prover(catalog, tolerant_line(catalog)).line
-        floors = self._floors(catalog)
-        return {
-            (term, step) for term, step in self.promised
-            if step >= floors.get(term, 0)
-            and any(segment.term == term and segment.covers(step) for segment in line)
-        }  # fmt: skip
-
-    def provable(self, catalog: Catalog) -> list[int]:
-        """Steps of the line that can be proven without what was damaged on purpose."""
-        sound = catalog.without(self.damaged)
-        if sound.empty:
-            return []
-        return Prover(sound, tolerant_line(sound)).provable_steps()
-
-    def places(self, catalog: Catalog) -> dict[Place, int]:
-        """(term, step) -> step for every provable step, under each term that covers it."""
-        sound = catalog.without(self.damaged)
-        if sound.empty:
-            return {}
-        prover = Prover(sound, tolerant_line(sound))
-        good = prover.provable_steps()
-        return {
-            (segment.term, step): step
-            for segment in prover.line for step in good if segment.covers(step)
-        }  # fmt: skip
-
-    # Damage ----------------------------------------------------------------------------------
-
-    def files(self, tier: str) -> list[Path]:
-        """Files of a tier."""
-        assert self.root is not None
-        if tier == "zarr":
-            return [path for path in sorted((self.root / "objects").rglob("*")) if path.is_file()]
-        node = tier.partition(":")[2] or NODES[0]
-        return [self.root / "lmdb" / node / "data.mdb"]
-
-    def corrupt(self, choose: Callable[[list[Any]], Any]) -> tuple[str, str] | None:
-        """Flip a bit of a block of a record, in every record of the tier that holds such a block.
-
-        Returns the tier and key, None if there is nothing to flip.
-        """
-        with self.read() as store:
-            catalog = read_catalog(store.tiers, RUN)
-            tier = choose(list(store.tiers))
-            name = tier.traits.name
-            blocks = list(_blocks(catalog, tier))
-            if not blocks:
-                return None
-            key, _, data = choose(blocks)
-            bit = choose(list(range(8 * len(data))))
-            changed = bytearray(data)
-            changed[bit // 8] ^= 1 << bit % 8
-            if self.root is None:
-                _change_memory(tier, data, bytes(changed))
-            keys = {held for held, _, other in blocks if data in other}
-        if self.root is not None and not self._change_files(name, data, bytes(changed)):
-            return None
-        self.damaged |= {(name, held) for held in keys}
-        DONE[f"damaged {name.partition(':')[0]}"] += 1
-        self._cut()
-        return name, key
-
-    def _change_files(self, tier: str, data: bytes, changed: bytes) -> bool:
-        found = False
-        for path in self.files(tier):
-            content = path.read_bytes()
-            if data in content:
-                found = True
-                path.write_bytes(content.replace(data, changed))
-        return found
-
-    def drop(self, tier: str, *, flushed: bool = False) -> None:
-        """Lose a tier: a node's LMDB, or all objects. What was ``flushed`` outlives an LMDB."""
-        assert self.root is not None
-        DONE[f"dropped {tier.partition(':')[0]}"] += 1
-        if tier == "zarr":
-            shutil.rmtree(self.root / "objects")
-        else:
-            shutil.rmtree(self.root / "lmdb" / (tier.partition(":")[2] or NODES[0]))
-            if flushed and not self.planted:
-                self.check()
-                DONE["outlived"] += 1
-        self._cut()
-
-    def _cut(self) -> None:
-        """Damage was planted: promised is what the rest can still prove."""
-        self.planted = True
-        try:
-            with self.read() as store:
-                left = self.places(read_catalog(store.tiers, RUN))
-        except AdaCheckError:
-            left = {}
-        self.promised &= left.keys()
-
-    # Truth -----------------------------------------------------------------------------------
-
-    def check_restored(self, restored: Restored) -> None:
-        """What was restored is what the trainer had."""
-        place = (restored.plan.term, restored.step)
-        while place not in self.truth:  # a fork step is the parent's too
-            parent = self.parents[place[0]]
-            assert parent[1] == place[1], f"nobody ever trained {place}"
-            place = parent
-        assert digest_of_restored(restored) == self.truth[place], f"{place} is not the trainer's"
-        assert restored.extras["r000000"] == {"n": restored.step}
-
     def check(self, choose: Callable[[list[int]], int] | None = None) -> list[Finding]:
         """Fsck is clean or truthful; what it calls provable is true; what was promised is there.
 
@@ -587,113 +295,12 @@ class World:
                 self.settle(writer)
             before = self._all_floors()
             try:
-                return self._check(choose)
+                return super().check(choose)
             except (AdaCheckError, AssertionError):
                 if not self.writers or before == self._all_floors():
                     raise
-        return self._check(choose)
+        return super().check(choose)
 
     def _all_floors(self) -> dict[str, int]:
         with self.read() as store:
             return self._floors(self.catalog(store))
-
-    def _check(self, choose: Callable[[list[int]], int] | None) -> list[Finding]:
-        with self.read() as store:
-            rows = list(fsck(store, ""))
-            DONE["checked"] += 1
-            findings = [row for row in rows if isinstance(row, Finding)]
-            if not self.planted:
-                assert not [row for row in findings if row.severity == DAMAGE], findings
-                assert not [row for row in findings if row.unchecked], findings
-            said = [row for row in rows if isinstance(row, Provable) and row.tier == "all"]
-            if not said:
-                assert self.planted
-                return findings
-            steps = _steps(said[0].steps)
-            catalog = read_catalog(store.tiers, RUN)
-            assert set(steps) >= set(self.provable(catalog))
-            self._keep_promises(catalog, set(steps))
-            wanted = steps if choose is None or not steps else {steps[-1], choose(steps)}
-            DONE["nothing provable"] += not steps
-            for step in sorted(wanted):
-                DONE["restored"] += 1
-                self.check_restored(restore_state(store.tiers, RUN, step=step))
-            if steps:  # restore mends a record from two damaged copies, fsck does not say so
-                newest = restore_state(store.tiers, RUN)
-                assert newest.step >= steps[-1] if self.planted else newest.step == steps[-1]
-                self.check_restored(newest)
-        return findings
-
-    def _keep_promises(self, catalog: Catalog, steps: set[int]) -> None:
-        line = Prover(catalog, tolerant_line(catalog)).line
-        floors = self._floors(catalog)
-        if self.planted:
-            self._forget_disowned(catalog)
-        for term, step in sorted(self.promised):
-            if not any(segment.term == term and segment.covers(step) for segment in line):
-                continue  # another branch
-            if step not in steps:
-                assert step < floors.get(term, 0), f"{(term, step)} was acknowledged, and is lost"
-
-    def _floors(self, catalog: Catalog) -> dict[str, int]:
-        """Per term the floor below which some tier has deleted."""
-        found: dict[str, int] = {}
-        for floors in catalog.floors.values():
-            for floor in floors:
-                for term in floor.terms:
-                    found[term] = max(found.get(term, 0), floor.step)
-        return found
-
-    def _forget_disowned(self, catalog: Catalog) -> None:
-        """After damage a writer may find its chain wrong and say from where on."""
-        gone: set[Place] = set()
-        for (term, _), refs in catalog.bases.items():
-            for ref in refs:
-                if ref.gap is not None:
-                    gone |= {(term, step) for step in range(ref.gap["from"], ref.step)}
-        self.promised -= gone
-
-
-def _steps(text: str) -> list[int]:
-    """``0..8, 10`` as numbers."""
-    found: list[int] = []
-    for piece in filter(None, text.split(", ")):
-        low, _, high = piece.partition("..")
-        found += range(int(low), int(high or low) + 1)
-    return found
-
-
-def _blocks(catalog: Catalog, tier: Any) -> Iterator[tuple[str, str, bytes]]:
-    """Every block a tier holds of bases and deltas: key, array, bytes."""
-    for table in (catalog.bases, catalog.deltas):
-        for refs in table.values():
-            for ref in refs:
-                if tier.traits.name not in ref.tiers:
-                    continue
-                try:
-                    for info in tier.head(ref.key).head.arrays:
-                        for index in range(len(info.digests)):
-                            data = bytes(tier.read(ref.key, info.name, index, 1))
-                            if len(data) >= 16:
-                                yield ref.key, info.name, data
-                except RecordNotFoundError:
-                    continue
-
-
-def _change_memory(tier: Any, data: bytes, changed: bytes) -> None:
-    assert isinstance(tier, MemoryTier)
-    for _, blocks in tier._records.values():
-        for place, held in blocks.items():
-            if data in held:
-                blocks[place] = held.replace(data, changed)
-
-
-def journal(path: Path) -> Callable[..., None]:
-    """A log of JSON lines that survives SIGKILL."""
-    file = path.open("a", encoding="utf-8")
-
-    def write(**row: Any) -> None:
-        file.write(json.dumps(row) + "\n")
-        file.flush()
-
-    return write
