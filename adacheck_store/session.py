@@ -185,7 +185,7 @@ class RunSession:
                     near=self._crew.near_to if self._crew else NOWHERE, living=self.living,
                 )  # fmt: skip
         self._restored = dataclasses.replace(restored, parts={}, extras={})  # the state is large
-        self._decided = True
+        self._decided, self.living = True, None  # and so is what lived
         if restored.plan.passed_over:
             log.warning("run %s: %s", self.run, restored.plan.passed_over)
         return restored
@@ -253,6 +253,7 @@ class RunSession:
             raise OrderError("this session has already started", run=self.run)
         if not self._decided and self._enter(self._claim_unrestored):
             raise OrderError("the run has got a history meanwhile: restore it", run=self.run)
+        self.living = None
         assert self._term is not None
         opening = Opening(
             store=self.store, run=self.run, term=self._term, group=self.group,

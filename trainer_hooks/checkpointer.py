@@ -364,7 +364,7 @@ class Checkpointer:
         """A copy of the last boundary's state, for `attach`'s ``live``; None if it is gone."""
         if self._assembly is None or self._rounds.open or self._unbound or self._capture.replayed():
             return None
-        return Live.of(self._session, self._assembly, self._whole, self._last)
+        return Live.of(self._session, self._group, self._assembly, self._whole, self._last)
 
     def status(self) -> Any:
         """Where the writer stands; raises `OrderError` before the first update or `restore`."""

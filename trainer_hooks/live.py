@@ -44,27 +44,44 @@ TIMEOUT_S = 300.0
 """Longest wait for a message of another rank."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Live:
-    """A copy, in host memory, of all that a rank held at the last boundary of a term."""
+    """A copy, in host memory, of all that a rank held at the last boundary of a term.
+
+    ``rank`` of ``size`` is the number it had then. ``state`` is None once it has been used: what is
+    loaded from it is trained on in place.
+    """
 
     run: str
     term: str
-    state: PartState
+    rank: int
+    size: int
+    step: int
+    state: PartState | None
 
     @classmethod
     def of(
-        cls, session: Session, assembly: Assembly, whole: Binding, last: ClosedBoundary | None
-    ) -> Live | None:
+        cls, session: Session, group: Group, assembly: Assembly, whole: Binding,
+        last: ClosedBoundary | None,
+    ) -> Live | None:  # fmt: skip
         """Of the ``whole`` that a rank holds; None if it is not as at its ``last`` boundary."""
         if last is None or assembly.watch.changed():
             return None
-        return cls(run=session.run, term=session.term, state=copied(whole, last))
+        return cls(
+            run=session.run, term=session.term, rank=group.rank, size=group.size, step=last.step,
+            state=copied(whole, last),
+        )  # fmt: skip
 
-    @property
-    def step(self) -> int:
-        """The boundary's step."""
-        return self.state.step
+    def unlike(self, plan: RestorePlan, group: Group) -> str:
+        """Why it is not what this rank held at a planned step; empty if it is."""
+        if self.state is None:
+            return "it has been used already"
+        if (self.rank, self.size) != (group.rank, group.size):
+            now = f"rank {group.rank} of {group.size}"
+            return f"it was rank {self.rank}'s of {self.size}, and this is {now}"
+        if (self.run, self.term, self.step) != (plan.run, plan.term, plan.step):
+            return f"it is of step {self.step} of run {self.run}, term {self.term}"
+        return ""
 
 
 def copied(binding: Binding, last: ClosedBoundary) -> PartState:
@@ -102,8 +119,12 @@ class Handover:
 
         Raises `GroupError` where a rank is lost meanwhile, or what is handed over is not whole.
         """
-        group, live, place = self._group, self._live, (plan.run, plan.term, plan.step)
-        here = live is not None and (live.run, live.term, live.step) == place
+        group, live = self._group, self._live
+        why = "" if live is None else live.unlike(plan, group)
+        if why:
+            log.warning("step %d: the live state given is not taken: %s", plan.step, why)
+        mine = live.state if live is not None and not why else None
+        here = mine is not None
         told = share(group, "live state", lambda: [live is not None, here, _same_ranks(group)])
         if not any(given for given, *_ in told):
             return None
@@ -112,7 +133,9 @@ class Handover:
         if isinstance(found, str):
             log.warning("step %d is read from the tiers: %s", plan.step, found)
             return None
-        state = self._moved(plan, found)
+        state = self._moved(plan, found, mine)
+        if live is not None and here:
+            live.state = None
         whose = found.get(group.rank, group.rank)
         own = " still held it" if whose == group.rank else " handed it over"
         part = part_name(group.rank)
@@ -120,23 +143,24 @@ class Handover:
 
     def _givers(self, plan: RestorePlan, living: list[int], same: bool) -> Mapping[int, int] | str:
         if not living:
-            had = f", but {self._live.step}" if self._live is not None else ""
-            return f"no rank still holds this step{had}"
+            return "no rank still holds this step"
         if len(plan.manifest.ranks) != self._group.size:
             return "there were other ranks"
         if not same:
             return "these are not the ranks of torch.distributed"
         return givers(plan.manifest, living)
 
-    def _moved(self, plan: RestorePlan, found: Mapping[int, int]) -> PartState:
-        """This rank's state, once all have got what they are given."""
+    def _moved(
+        self, plan: RestorePlan, found: Mapping[int, int], mine: PartState | None
+    ) -> PartState:
+        """This rank's state, its own or what it was given, once all have got what they are."""
         if not found:
-            assert self._live is not None
-            return self._live.state
+            assert mine is not None
+            return mine
         try:
             wire: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=TIMEOUT_S))
             try:
-                return self._exchanged(plan, found, wire)
+                return self._exchanged(plan, found, mine, wire)
             finally:
                 dist.destroy_process_group(wire)
         except (RuntimeError, AdaCheckError) as error:
@@ -146,8 +170,9 @@ class Handover:
                 hint="start all ranks again; without live= all is read from the tiers",
             ) from error  # fmt: skip
 
-    def _exchanged(self, plan: RestorePlan, found: Mapping[int, int], wire: Any) -> PartState:
-        state = None if self._live is None else self._live.state
+    def _exchanged(
+        self, plan: RestorePlan, found: Mapping[int, int], state: PartState | None, wire: Any
+    ) -> PartState:
         for receiver, giver in sorted(found.items()):
             if giver == self._group.rank:
                 assert state is not None

@@ -17,7 +17,8 @@ def live_rank(out: str, rank: int, ranks: int, port: int, options: dict[str, Any
     """Train to the end; where a peer is gone, meet those that are left and its successor again.
 
     ``first``: the first attempt, 0, or that to which this process is a successor. ``waits``: the
-    rank that says in mid-step that it may be killed.
+    rank that says in mid-step that it may be killed. ``swaps``: nobody is; all leave the loop there
+    and meet again numbered the other way round, each with the objects of its new number.
     """
     import torch
     import torch.distributed as dist
@@ -49,6 +50,9 @@ def live_rank(out: str, rank: int, ranks: int, port: int, options: dict[str, Any
                     for number, batch in enumerate(ckpt.batches(loader), report.step + 1):
                         if number > STEPS:
                             break
+                        if number == KILLED_AT + 1 and options.get("swaps") and not attempt:
+                            ckpt.flush(60, far=False)
+                            raise RuntimeError("nobody is where it was")
                         if number == KILLED_AT + 1 and rank == options["waits"] and not attempt:
                             ckpt.flush(60, far=False)
                             write(waits=number)
@@ -65,8 +69,13 @@ def live_rank(out: str, rank: int, ranks: int, port: int, options: dict[str, Any
                 write(lives=None if live is None else live.step)
             dist.destroy_process_group()
             attempt += 1
+            rank = ranks - 1 - rank if options.get("swaps") else rank
             _join(rank, ranks, port, f"live-{attempt}")
-            model = torch.nn.parallel.DistributedDataParallel(model.module)
+            if options.get("swaps"):
+                write(rank=rank)
+                model, optimizer, schedule, loader = build(options["kind"], rank, ranks)
+            else:
+                model = torch.nn.parallel.DistributedDataParallel(model.module)
 
 
 def read_kinds() -> set[str]:

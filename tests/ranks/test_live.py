@@ -15,21 +15,25 @@ NOT_READ = {"base", "delta"}
 """The kinds of records that a state is made of."""
 
 
+def starter(folder, launcher: Launcher, kind: str, **options):
+    """What starts a rank of two, at an attempt."""
+
+    def start(rank: int, first: int):
+        given = {"kind": kind, "store": (folder / "store").as_uri(), "first": first, **options}
+        args = (str(folder / f"{rank}.jsonl"), rank, 2, launcher.server.port, given)
+        process = _context.Process(target=live_rank, daemon=True, args=args)
+        process.start()
+        return process
+
+    return start
+
+
 def killed_and_replaced(folder, kind: str, killed: int) -> list[list[dict]]:
     """The rows of each rank of two, the killed one's with those of its successor."""
     launcher = Launcher(folder, kind, 2)
     reference = launcher.reference()
     outs = [folder / f"{rank}.jsonl" for rank in range(2)]
-    options = {"kind": kind, "store": (folder / "store").as_uri(), "waits": killed}
-
-    def start(rank: int, first: int):
-        process = _context.Process(
-            target=live_rank, daemon=True,
-            args=(str(outs[rank]), rank, 2, launcher.server.port, {**options, "first": first}),
-        )  # fmt: skip
-        process.start()
-        return process
-
+    start = starter(folder, launcher, kind, waits=killed)
     processes = [start(rank, 0) for rank in range(2)]
     deadline = time.monotonic() + 120
     while not any("waits" in row for row in rows_of(outs[killed])):
@@ -68,3 +72,24 @@ def test_what_a_rank_had_for_itself_comes_from_the_tiers(tmp_path):
         restored = [row for row in each if "restored" in row][1]
         assert (restored["restored"], restored["live"]) == (KILLED_AT, "")
         assert set(restored["read"]) >= NOT_READ
+
+
+def test_ranks_that_are_numbered_anew_do_not_train_on_with_each_others_state(tmp_path):
+    """What each held of its own (a BatchNorm's statistics) is its old number's: tiers are read."""
+    launcher = Launcher(tmp_path, "ddp", 2)
+    reference = launcher.reference()
+    start = starter(tmp_path, launcher, "ddp", waits=-1, swaps=True)
+    processes = [start(rank, 0) for rank in range(2)]
+    for process in processes:
+        process.join(120)
+        assert process.exitcode == 0
+    for rank in range(2):
+        rows = rows_of(tmp_path / f"{rank}.jsonl")
+        (turn,) = (at for at, row in enumerate(rows) if row.get("rank") == 1 - rank)
+        assert [row["lives"] for row in rows if "lives" in row] == [KILLED_AT]
+        check_rows(reference[rank], rows[:turn])
+        (restored,) = (row for row in rows[turn:] if "restored" in row)
+        assert (restored["restored"], restored["live"]) == (KILLED_AT, "")
+        assert set(restored["read"]) >= NOT_READ
+        check_rows(reference[1 - rank], rows[turn:])
+        assert rows[-1]["final"] == STEPS
