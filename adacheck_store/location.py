@@ -107,9 +107,10 @@ def locate(url: str) -> Location:
 
 def _refuse_foreign(root: Path) -> None:
     """A writer makes a store in a new or empty folder, or in one that is a store already."""
-    if root.is_dir() and not (root / "objects").is_dir():
+    objects = root / "objects"
+    if root.is_dir() and not objects.is_dir():
         foreign = sorted(path.name for path in root.iterdir() if path.name != "lmdb")
-        if foreign:
+        if foreign and not objects.is_dir():  # which another rank may have made meanwhile
             raise NotOursError(
                 f"a folder that is not ours: it holds {', '.join(foreign[:3])}", path=str(root),
                 hint="give an empty folder, or one that does not exist yet",

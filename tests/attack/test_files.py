@@ -6,7 +6,7 @@ import dataclasses
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -268,3 +268,24 @@ def test_a_draft_that_is_swept_is_written_again(
     mine.put("run/x", [b"content"])
     assert swept == [1]
     assert other.get("run/x") == b"content"
+
+
+def test_a_store_that_another_rank_makes_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between a look at whether there is one and a look at what there is instead."""
+    root = tmp_path / "store"
+    root.mkdir()
+    plain = Path.iterdir
+
+    def late(self: Path) -> Iterator[Path]:
+        if self == root and not (root / "objects").exists():
+            monkeypatch.setattr(Path, "iterdir", plain)
+            with open_store(root.as_uri(), write=True):
+                pass
+        return plain(self)
+
+    monkeypatch.setattr(Path, "iterdir", late)
+    with open_store(root.as_uri(), write=True) as store:
+        assert list(store.far.list("")) == []
+    assert Path.iterdir is plain, "it came between"
