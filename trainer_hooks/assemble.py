@@ -44,10 +44,13 @@ class StartBoundary(ClosedBoundary):
 
 
 class Assembly:
-    """Everything that captures a begun run; training thread only, `release` excepted."""
+    """Everything that captures a begun run; training thread only, `release` excepted.
 
-    def __init__(self, binding: Binding, settings: Settings) -> None:
-        self.binding = binding
+    ``whole`` is the binding of all that the rank holds, of which ``binding`` is what it keeps.
+    """
+
+    def __init__(self, binding: Binding, settings: Settings, whole: Binding | None = None) -> None:
+        self.binding, self.whole = binding, whole or binding
         self._settings = settings
         self._kept_here = frozenset(binding.slots)
         self._blocks = BlockWatch(binding)
@@ -55,7 +58,7 @@ class Assembly:
             binding, policy=settings.policy, window=settings.window,
             block_bytes=self._blocks.area_bytes, timeout_s=settings.stall_timeout_s,
         )  # fmt: skip
-        self.watch = OutsideWatch(binding)
+        self.watch = OutsideWatch(binding, self.whole)
         self.stager.release_area(self.stager.area())  # page faults belong here, not in a step
         self.encoder = Encoder(binding, self._blocks, self._filled_area)
 
@@ -67,7 +70,7 @@ class Assembly:
         if capture_alike(binding, self.binding):
             return self
         self.stager.drop()
-        return Assembly(binding, self._settings)
+        return Assembly(binding, self._settings, self.whole)
 
     def _filled_area(self) -> StateArea:
         area = self.stager.area()
@@ -139,11 +142,12 @@ class Assembly:
             raise
 
     def moment(self, step: int, extras: Mapping[str, Any]) -> ClosedBoundary:
-        """A boundary without an update or a base: what `again` needs of it."""
+        """A boundary without an update or a base: what `again` and `live.Live` need of it."""
+        copies, apart = self._kept(self.watch.stage(None))
         return ClosedBoundary(
             step=step, encoder=self.encoder, buffer=None, area=None, updates=(),
-            copies=self._kept(self.watch.stage(None))[0], groups=boundary_groups(self.binding),
-            arrays=[], states={}, extras=extras, on_release=self._release,
+            copies=copies, groups=boundary_groups(self.binding), arrays=[], states={},
+            extras=extras, on_release=self._release, apart=apart,
         )  # fmt: skip
 
     def again(self, last: ClosedBoundary, gap: Mapping[str, Any]) -> ClosedBoundary | None:

@@ -150,8 +150,7 @@ class Checkpointer:
 
     def _capture_by(self, assembly: Assembly) -> None:
         """Capture all that is here: what others keep of it is to be found out anew."""
-        self._whole = assembly.binding
-        self._detection.begin(self._step, self._whole.foldable)
+        self._detection.begin(self._step, assembly.whole.foldable)
         self._capture_part(assembly)
 
     def _capture_part(self, assembly: Assembly) -> None:
@@ -217,7 +216,7 @@ class Checkpointer:
             self._refuse(error)
             self._unbound = True
             return
-        if new.same(self._whole):
+        if new.same(self._assembly.whole):
             self._capture.accept()
             return
         self._capture_by(Assembly(new, self._settings))
@@ -264,7 +263,8 @@ class Checkpointer:
             if self._bases.moved:
                 self._session.follow(self._assembly.binding.layout, self._step)
             elif self._detection.due(self._step):
-                self._detection.look(self._step, self._rounds.total, self._whole, self._adopt)
+                whole = self._assembly.whole
+                self._detection.look(self._step, self._rounds.total, whole, self._adopt)
             if edited := self._assembly.watch.state_touched():
                 self._bases.state_touched()
             gap = self._bases.gap(self._step, self._session.wants_base(), self._assembly.binding)
@@ -291,7 +291,7 @@ class Checkpointer:
         self._unbound = True  # with what cannot be bound no base would be whole
         binding = self._bind()
         self._unbound = False
-        if not binding.alike(self._whole):
+        if not binding.alike(self._assembly.whole):
             self._capture_by(Assembly(binding, self._settings))
             self._bases.moved = self._bases.moved or "the model's tensors have changed"
 
@@ -362,9 +362,8 @@ class Checkpointer:
 
     def live(self) -> Live | None:
         """A copy of the last boundary's state, for `attach`'s ``live``; None if it is gone."""
-        if self._assembly is None or self._rounds.open or self._unbound or self._capture.replayed():
-            return None
-        return Live.of(self._session, self._group, self._assembly, self._whole, self._last)
+        gone = self._unbound or self._rounds.begun or self._capture.replayed()
+        return None if gone else Live.of(self._session, self._group, self._assembly, self._last)
 
     def status(self) -> Any:
         """Where the writer stands; raises `OrderError` before the first update or `restore`."""

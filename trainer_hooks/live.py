@@ -61,15 +61,20 @@ class Live:
 
     @classmethod
     def of(
-        cls, session: Session, group: Group, assembly: Assembly, whole: Binding,
+        cls, session: Session, group: Group, assembly: Assembly | None,
         last: ClosedBoundary | None,
     ) -> Live | None:  # fmt: skip
-        """Of the ``whole`` that a rank holds; None if it is not as at its ``last`` boundary."""
-        if last is None or assembly.watch.changed():
+        """Of the whole that a rank holds; None if it is not as at its ``last`` boundary.
+
+        Nor where that boundary was captured otherwise: it has no copies of what is here now.
+        """
+        if assembly is None or last is None or last.encoder is not assembly.encoder:
+            return None
+        if assembly.watch.changed() or assembly.watch.changed_apart():
             return None
         return cls(
             run=session.run, term=session.term, rank=group.rank, size=group.size, step=last.step,
-            state=copied(whole, last),
+            state=copied(assembly.whole, last),
         )  # fmt: skip
 
     def unlike(self, plan: RestorePlan, group: Group) -> str:

@@ -78,13 +78,15 @@ def _state_mark(optimizer: torch.optim.Optimizer) -> list[Any]:
 class OutsideWatch:
     """Finds edits on the training thread; copies what must be kept into a boundary's buffer.
 
-    ``replayed`` is set where CUDA graphs are replayed: they change buffers, and leave the version
-    counters alone.
+    ``binding`` is what is captured of the ``whole`` that the rank holds. ``replayed`` is set where
+    CUDA graphs are replayed: they change buffers, and leave the version counters alone.
     """
 
-    def __init__(self, binding: Binding) -> None:
+    def __init__(self, binding: Binding, whole: Binding) -> None:
         self._binding = binding
         self._trained, self._watched = binding.captured, binding.watched
+        seen = {slot.item.name for slot in (*self._trained, *self._watched)}
+        self._apart = [slot for slot in whole.slots if slot.item.name not in seen]
         self._params = [slot.item.tensor for slot in self._trained]
         self._marks: list[Mark] = []
         self._edited: set[int] = set()
@@ -105,7 +107,13 @@ class OutsideWatch:
             self.note_state(number)
         self._touched = False
         self._outside = [mark_of(slot.item.tensor) for slot in self._watched]
-        self._settled = self._frozen_marks()
+        self._settle()
+
+    def _settle(self) -> None:
+        self._settled, self._settled_apart = self._frozen_marks(), self._apart_marks()
+
+    def _apart_marks(self) -> list[Mark]:
+        return [mark_of(slot.item.tensor) for slot in self._apart]
 
     def _frozen_marks(self) -> list[Mark]:
         return [mark_of(slot.item.tensor) for slot in self._frozen]
@@ -173,6 +181,10 @@ class OutsideWatch:
         large = any(mark_of(tensor) != self._outside[number] for number, tensor in tensors.items())
         return trained or large or bool(self._edited)
 
+    def changed_apart(self) -> bool:
+        """Whether so was something that is here, and that nothing here captures."""
+        return self._apart_marks() != self._settled_apart
+
     def stage(self, buffer: HostBuffer | None) -> list[SetCopy]:
         """Copies of what may have changed otherwise since the last boundary, in the buffer."""
         self.note_edits(range(len(self._params)))
@@ -205,7 +217,7 @@ class OutsideWatch:
                     sources.append(source.detach())
                     kept.append(SetCopy(slot, role, target))
         self._edited.clear()
-        self._settled = self._frozen_marks()
+        self._settle()
         copy(targets, sources)
         return kept
 

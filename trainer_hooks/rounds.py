@@ -17,6 +17,7 @@ class Rounds:
     def __init__(self, optimizers: int) -> None:
         self._made = [0] * optimizers
         self.total = 0
+        self._begun = False
         self._most = UPDATES_MAX if optimizers > 1 else 1
 
     @property
@@ -24,8 +25,13 @@ class Rounds:
         """True if there was an update since the last boundary."""
         return any(self._made)
 
+    @property
+    def begun(self) -> bool:
+        """True if one was begun since: one that failed may have been made in part."""
+        return self._begun or self.open
+
     def check(self, optimizer: int, step: int) -> None:
-        """Raise `OrderError` where one more update would be too many."""
+        """An update is to begin; raise `OrderError` where one more would be too many."""
         if self._made[optimizer] >= self._most:
             raise OrderError(
                 "a second update without end_step()" if self._most == 1 else
@@ -33,6 +39,7 @@ class Rounds:
                 hint="with several optimizers or after track() end_step() is the boundary: call it "
                 "after every update, or every round of updates",
             )  # fmt: skip
+        self._begun = True
 
     def note(self, optimizer: int) -> None:
         """An update was made."""
@@ -41,4 +48,4 @@ class Rounds:
 
     def close(self) -> None:
         """A boundary."""
-        self._made = [0] * len(self._made)
+        self._made, self._begun = [0] * len(self._made), False

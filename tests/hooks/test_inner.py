@@ -69,7 +69,8 @@ def test_what_another_rank_sends_is_kept_though_no_counter_moves():
     model = torch.nn.ModuleList([torch.nn.Linear(3, 2), torch.nn.Linear(300, SMALL_BYTES // 1000)])
     optimizer = adamw(model[0])
     assert keeper(optimizer) is optimizer
-    watch = OutsideWatch(bind(model, optimizer, group=SimpleNamespace(rank=1, size=2)))
+    whole = bind(model, optimizer, group=SimpleNamespace(rank=1, size=2))
+    watch = OutsideWatch(whole, whole)
     before = model[1].weight._version
     model[1].weight.data.fill_(3.0)
     assert model[1].weight._version == before

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +18,8 @@ from adacheck_store.format import canonical
 from adacheck_store.format.errors import DigestMismatchError
 from adacheck_store.group import SOLO
 from adacheck_store.trainer_hooks.live import Handover, Live, packed, unpacked
-from tests.hooks.helpers import adamw, attach, mlp, new_url, raw, record_run, train
+from adacheck_store.trainer_hooks.narrow import narrowed
+from tests.hooks.helpers import adamw, attach, mlp, new_url, raw, train
 from tests.redundancy.kit import ddp
 from tests.redundancy.test_shares import manifest_of, of
 
@@ -48,13 +49,7 @@ def test_live_state_is_that_of_the_last_boundary() -> None:
     live = ckpt.live()
     assert live is not None
     assert live.step == 3
-    found = {}
-    for section in live.state.layout.sections:
-        array = live.state.arrays[f"{section.name}/{section.main_role}"]
-        for piece in section.slices:
-            flat = array[piece.offset : piece.offset + piece.elements]
-            found[piece.name] = raw(flat.view(piece.shape))
-    assert found == {name: raw(value) for name, value in kept.items()}
+    assert values_of(live) == {name: raw(value) for name, value in kept.items()}
 
 
 @pytest.mark.parametrize("edited", ["param", "moment", "update"])
@@ -69,6 +64,81 @@ def test_what_was_changed_since_is_no_live_state(edited: str) -> None:
         else:
             optimizer.step()
     assert ckpt.live() is None
+
+
+def test_an_update_that_failed_may_have_been_made_in_part() -> None:
+    """ZeRO-1 sends weights by ``.data``, which no version counter sees, and a peer may be gone."""
+    model, optimizer = made()
+    with attach(model, optimizer, new_url()) as ckpt:
+        ckpt.restore()
+        train(model, optimizer, ckpt)
+        assert ckpt.live() is not None
+
+        def lost() -> None:
+            model[0].weight.data.add_(1.0)
+            raise RuntimeError("a peer is gone")
+
+        with pytest.raises(RuntimeError, match="gone"):
+            optimizer.step(lost)  # type: ignore[arg-type]
+        assert ckpt.live() is None
+
+
+def test_a_boundary_of_another_capture_has_no_live_state() -> None:
+    """A group was added, and the update that would have been captured with it has failed."""
+    model, optimizer = made()
+    more = torch.nn.Parameter(torch.ones(3))
+    with attach(model, optimizer, new_url(), names={"more": more}) as ckpt:
+        ckpt.restore()
+        train(model, optimizer, ckpt)
+        assembly, last = ckpt._assembly, ckpt._last
+        optimizer.add_param_group({"params": [more]})
+        ckpt.before_update(0)
+        assert ckpt._assembly is not assembly
+        assert Live.of(ckpt._session, SOLO, ckpt._assembly, last) is None
+        assert ckpt.live() is None
+
+
+def test_what_others_keep_is_in_live_state_too() -> None:
+    """Of it the boundary has copies where it is captured here, and marks where it is not.
+
+    As after copies were found: the BatchNorm's weight and statistics are others' to keep, here
+    too, and so is the last layer, which is not captured here (ZeRO-1).
+    """
+    model, optimizer = made()
+    for param in model[4].parameters():
+        param.requires_grad_(False)
+    optimizer = adamw(model[:4])
+    with attach(model, optimizer, new_url()) as ckpt:
+        ckpt.restore()
+        train(model, optimizer, ckpt)
+        whole = ckpt._assembly.whole
+        mine = dict.fromkeys(("0.weight", "0.bias"), "")
+        norm = [slot.item.name for slot in whole.slots if slot.item.name.startswith("3.")]
+        assembly = ckpt._assembly.narrowed(narrowed(whole, mine, norm))
+        assert [slot.item.name for slot in assembly.watch._apart] == ["4.weight", "4.bias"]
+        last = assembly.moment(1, {})
+        kept = raw(model[3].running_mean)
+        model(torch.randn(4, 5))
+        assert raw(model[3].running_mean) != kept
+        live = Live.of(ckpt._session, SOLO, assembly, last)
+        assert live is not None
+        assert values_of(live)["3.running_mean"] == kept
+        with torch.no_grad():
+            model[4].weight.add_(0.0)
+        assert Live.of(ckpt._session, SOLO, assembly, last) is None
+        again = assembly.moment(2, {})
+        assert Live.of(ckpt._session, SOLO, assembly, again) is not None
+
+
+def values_of(live: Live) -> dict[str, Any]:
+    """Each tensor's bytes."""
+    found = {}
+    for section in live.state.layout.sections:
+        array = live.state.arrays[f"{section.name}/{section.main_role}"]
+        for piece in section.slices:
+            flat = array[piece.offset : piece.offset + piece.elements]
+            found[piece.name] = raw(flat.view(piece.shape))
+    return found
 
 
 def plan_of(live: Live, ranks: int = 2, **more: Any) -> Any:
@@ -168,17 +238,41 @@ def test_live_state_is_used_once(caplog: pytest.LogCaptureFixture) -> None:
     assert "it has been used already" in caplog.text
 
 
+class Probe:
+    """Something that is tracked; it is loaded after all tensors are, and looks who is there."""
+
+    def __init__(self, held: Sequence[weakref.ref[torch.Tensor]]) -> None:
+        self._held = held
+        self.seen = [False]
+
+    def state_dict(self) -> dict[str, int]:
+        """Nothing that matters."""
+        return {"nothing": 0}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Which of the held are still there."""
+        gc.collect()
+        self.seen = [ref() is not None for ref in self._held]
+
+
 @pytest.mark.parametrize("begins", ["anew", "restored", "unasked"])
 def test_live_state_that_is_not_used_is_not_kept(begins: str) -> None:
     """Of a run that goes on without it; else it would take memory for as long as that trains."""
     live = trained()[2].live()
     held = [weakref.ref(array) for array in live.state.arrays.values()]
-    url = record_run(made, 2)[0] if begins == "restored" else new_url()
+    url, probe = new_url(), Probe(held)
     model, optimizer = made()
+    if begins == "restored":
+        with attach(model, optimizer, url) as ckpt:
+            ckpt.track(probe=probe)
+            train(model, optimizer)
+            ckpt.end_step()
     with attach(model, optimizer, url, live=live) as ckpt:
         del live
+        ckpt.track(probe=probe)
         if begins != "unasked":
-            assert ckpt.restore().step == (2 if begins == "restored" else 0)
+            assert ckpt.restore().step == (begins == "restored")
+        assert not any(probe.seen)
         train(model, optimizer, ckpt)
         gc.collect()
         assert [ref() for ref in held] == [None] * len(held)

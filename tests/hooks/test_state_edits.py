@@ -86,7 +86,8 @@ def test_to_ask_whether_something_was_changed_does_not_forget_it():
     """A flush asks; the boundary after it has to know, too, and once."""
     model, optimizer = make()
     train(model, optimizer)
-    watch = OutsideWatch(bind(model, optimizer))
+    whole = bind(model, optimizer)
+    watch = OutsideWatch(whole, whole)
     zeroed(optimizer, None)
     assert watch.changed()
     assert watch.state_touched()
