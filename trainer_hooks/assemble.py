@@ -136,6 +136,7 @@ class Assembly:
                 flushes=flushes_denormals(), apart=apart,
             )  # fmt: skip
             buffer.landed()
+            self.encoder.witness.coming(step, closed.witness)
             return closed
         except BaseException:
             self._release(buffer, area)
@@ -159,6 +160,11 @@ class Assembly:
         if last.encoder is not self.encoder or self.watch.changed():
             log.warning("step %d is not kept: tensors have been changed since", last.step)
             return None
+        if self.encoder.witness.unknown(last.step):
+            log.warning(
+                "step %d is kept, but is not restored: whether its copies are equal to those on "
+                "other ranks is not known until all have looked again", last.step,
+            )  # fmt: skip
         extras = {**last.extras, **state_trees(self.binding)}
         states, area = section_states(self.binding), self._filled_area()
         area.settle()  # and so have all copies before
@@ -174,10 +180,12 @@ class Assembly:
     def failed(self, step: int, error: AdaCheckError | None) -> ClosedBoundary:
         """A boundary whose update was not captured: the writer opens a gap for it."""
         failure = error or AdaCheckError("an update was not captured")
-        return ClosedBoundary(
+        closed = ClosedBoundary(
             step=step, encoder=self.encoder, buffer=None, area=None, updates=(), copies=[],
             groups=(), arrays=[], states={}, extras={}, on_release=self._release, failure=failure,
         )  # fmt: skip
+        self.encoder.witness.coming(step, closed.witness)
+        return closed
 
 
 def gather_extras(

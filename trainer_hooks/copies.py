@@ -98,8 +98,8 @@ def host_copy(source: torch.Tensor) -> torch.Tensor:
 class Landing:
     """Host memory that copies are on their way to.
 
-    `landed` is called on the training thread after copies into it, `settle` by whoever owns it
-    next, before it reads or writes.
+    `landed` is called on the training thread after copies into it, `settle` by whoever reads or
+    writes it next: by two threads at once, where both read.
     """
 
     def __init__(self) -> None:
@@ -111,6 +111,6 @@ class Landing:
 
     def settle(self) -> None:
         """Wait until all marked copies have landed."""
-        events, self._events = self._events, []
-        for event in events:
+        for event in self._events:
             event.synchronize()
+        self._events = []  # not sooner: another thread would take them for landed

@@ -69,7 +69,7 @@ class Detection:
         self._why_off = "" if settings.redundancy == "auto" else "off"
         if group.size == 1:
             self._why_off = "one rank alone"
-        self._vigil = Vigil(group, settings.stall_timeout_s)
+        self._vigil = Vigil(group, settings.stall_timeout_s, settings.base_every)
         self.begin(settings.start_step, True)
 
     def begin(self, step: int, foldable: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,8 +39,6 @@ from .pending import sort_out
 from .stager import HostBuffer, StateArea
 from .updates import CapturedUpdate
 from .witness import Sets, Witnessing
-
-log = logging.getLogger(__name__)
 
 ENCODED_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -362,34 +359,25 @@ class ClosedBoundary:
     def extra(self, link: Link) -> Record:
         """The rank's extra of this step."""
         self._settle()
-        self._witness()
+        self.encoder.witness.take_in(self.step)
         told = self.encoder.witness.of(self.step)
         witness = {} if told is None else {"witness": to_tree(told)}
         return extra_record(link, self.step, {**sort_out(self.extras), **witness})
 
-    def _witness(self) -> None:
-        """Take note, once, of what has changed states that other ranks hold too."""
+    def witness(self) -> None:
+        """Tell, when it is its turn, what has changed states that other ranks hold too."""
         witness = self.encoder.witness
         if self.agreed is not None:
             witness.begin(self.step, self.agreed)
-        elif self.failure is None:
+        elif self.failure is None and witness.begun:
+            self._settle()
             updates = [update for update in self.updates if update.applied()]
             copies = (*self.copies, *self.apart)
             witness.advance(self.step, updates, copies, self.edited)
-        self.agreed = None
-
-    def _witness_unstored(self) -> None:
-        """What is not stored has changed, all the same, what other ranks have copies of."""
-        try:
-            if self.agreed is not None or self.encoder.witness.follows(self.step):
-                self._settle()
-                self._witness()
-        except Exception as error:
-            log.warning("step %d is not compared with other ranks: %s", self.step, error)
 
     def release(self) -> None:
         """Give the buffers back; a second call does nothing."""
-        self._witness_unstored()
+        self.encoder.witness.take_in(self.step)  # stored or not: other ranks have copies of it
         buffer, area = self.buffer, self.area
         self.buffer = self.area = self._content = None
         if buffer is not None or area is not None:

@@ -34,18 +34,19 @@ AHEAD = 2
 AGREE_S = 10.0
 """Longest wait for the threads of all ranks to say up to where each goes by itself."""
 
-REST = 8, 512
-"""Boundaries after a look that was asked for before the next may be: first, and at most."""
+REST = 8
+"""Boundaries after a look that was asked for before the next may be; each time twice as many."""
 
 
 class Vigil:
     """A rank's part; all but the thread's own methods are the training thread's.
 
     Every rank begins it at the same boundary, whatever it shares. It keeps to itself what goes
-    wrong, and tries again.
+    wrong, and tries again. It asks for a look every ``longest`` boundaries where none helps: what
+    is stored meanwhile may be such as no restore takes.
     """
 
-    def __init__(self, group: Group, timeout_s: float) -> None:
+    def __init__(self, group: Group, timeout_s: float, longest: int) -> None:
         self._group, self._timeout_s = group, min(timeout_s, AGREE_S)
         self._every_s = POLL_S * max(1.0, group.size / 64)
         self._thread: threading.Thread | None = None
@@ -55,7 +56,8 @@ class Vigil:
         self._free: int | None = None
         self._look: int | None = None
         self._call = 0
-        self._quiet, self._rest = -1 - REST[1], REST[0]
+        self._longest = max(longest, REST)
+        self._quiet, self._rest = -1 - self._longest, REST
         self._witnessing: Witnessing | None = None
         self._posted = ""
         self._heard: Sequence[str] | None = None
@@ -91,8 +93,8 @@ class Vigil:
 
     def _rested(self) -> None:
         """Ask for no look soon: each time for longer, unless the last one was long ago."""
-        calm = self._step > self._quiet + REST[1]
-        self._rest = REST[0] if calm else min(2 * self._rest, REST[1])
+        calm = self._step > self._quiet + self._longest
+        self._rest = REST if calm else min(2 * self._rest, self._longest)
         self._quiet = self._step + self._rest
 
     def due(self, step: int) -> bool:

@@ -6,8 +6,10 @@ such as are made for nothing else of what another rank writes.
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from .outside import SetCopy
     from .updates import CapturedUpdate
 
+log = logging.getLogger(__name__)
+
 ABSENT = b"no gradient"
 STATE_EDITED = "the optimizer's state was changed between its steps"
 
@@ -41,8 +45,8 @@ Brief = Mapping[str, str]
 class Witnessing:
     """A digest of each shared state, that of the one before and of what has changed it since.
 
-    Steps come in order; what does not follow the step before ends it until all are equal again.
-    It begins with the first look; before that nothing is told. Any thread.
+    Boundaries are taken in in order, each once; where one is missing that ends it until all are
+    equal again. It begins with the first look; before that nothing is told. Any thread.
     """
 
     def __init__(self, binding: Binding) -> None:
@@ -55,6 +59,26 @@ class Witnessing:
         self._since = self._step = -1
         self._trouble = ""
         self._told: dict[int, tuple[Witness, Brief]] = {}
+        self._coming: deque[tuple[int, Callable[[], None]]] = deque()
+
+    def coming(self, step: int, take: Callable[[], None]) -> None:
+        """A boundary is being closed (training thread); ``take`` is to `begin` or `advance`."""
+        self._coming.append((step, take))  # no lock: training must not wait for digests
+
+    def take_in(self, step: int) -> None:
+        """Take in, in order, what has come up to a boundary, whose buffers must still be there.
+
+        In a stall boundaries are given up while those before them wait to be stored: these come
+        first. What cannot be read this rank does not know, until the next look.
+        """
+        with self._lock:
+            while self._coming and self._coming[0][0] <= step:
+                at, take = self._coming.popleft()
+                try:
+                    take()
+                except Exception as error:
+                    self._since = -1
+                    log.warning("step %d is not compared with other ranks: %s", at, error)
 
     def begin(self, step: int, sets: Sets) -> None:
         """At this step all copies of these states are equal; they are in a manifest's order."""
@@ -69,13 +93,12 @@ class Witnessing:
             if not self._chain.keys() <= self._seen:
                 self._since = -1  # a digest that nothing changes would be equal for ever
             self._trouble = ""
-            self._told.clear()
             self._remember()
 
-    def follows(self, step: int) -> bool:
-        """Whether a step is the next one to take in: those before it may still be on their way."""
-        with self._lock:
-            return 0 <= self._step == step - 1
+    @property
+    def begun(self) -> bool:
+        """Whether anything is told."""
+        return self._step >= 0
 
     def advance(
         self, step: int, updates: Sequence[CapturedUpdate], copies: Sequence[SetCopy],
@@ -136,10 +159,14 @@ class Witnessing:
     def of(self, step: int) -> Witness | None:
         """What to tell of a step; None where nothing is shared."""
         with self._lock:
-            if not self._chain:
-                return None
             unknown = Witness(since=-1, digests=bytes(DIGEST_BYTES * len(self._chain)))
-            return self._told.get(step, (unknown, {}))[0]
+            told, _ = self._told.get(step, (unknown, {}))
+            return told if told.digests else None
+
+    def unknown(self, step: int) -> bool:
+        """Whether this rank shares something and does not know what others have at a step."""
+        told = self.of(step)
+        return told is not None and told.since < 0
 
     def awaited(self, step: int, timeout_s: float) -> Witness | None:
         """What is told of a step, once it is taken in; with what troubles this rank by now."""

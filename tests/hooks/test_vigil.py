@@ -11,6 +11,7 @@ from adacheck_store.trainer_hooks.ranks import StoreGroup
 from adacheck_store.trainer_hooks.vigil import Vigil
 
 BOTH = "0.1.2"
+LONGEST = 20
 
 
 class Told:
@@ -44,7 +45,7 @@ def groups_of(size: int) -> list[StoreGroup]:
 def ranks(monkeypatch):
     """Two ranks in this process, each with its vigil and what it tells."""
     monkeypatch.setattr(vigil, "POLL_S", 0.01)
-    found = [(Vigil(group, 10.0), Told()) for group in groups_of(2)]
+    found = [(Vigil(group, 10.0, LONGEST), Told()) for group in groups_of(2)]
     for each, told in found:
         each.watch(2, told)
         each.begin()
@@ -145,7 +146,7 @@ def test_a_rank_that_has_ended_is_not_waited_for(ranks):
 def test_a_rank_that_shares_nothing_makes_nobody_blind(monkeypatch):
     """What the two others have of each other is compared all the same."""
     monkeypatch.setattr(vigil, "POLL_S", 0.01)
-    found = [(Vigil(group, 10.0), Told()) for group in groups_of(3)]
+    found = [(Vigil(group, 10.0, LONGEST), Told()) for group in groups_of(3)]
     for rank, (each, told) in enumerate(found):
         each.watch(2, told if rank else None)
         each.begin()
@@ -188,8 +189,28 @@ def test_looks_that_help_nothing_are_asked_for_ever_more_seldom(ranks):
     for each, _ in ranks:
         each.reached(one + 1)
         rests.append(each._quiet - one - 1)
-    ranks[0][0]._step += 10 * vigil.REST[1]
-    ranks[0][0]._rested()
+    first = ranks[0][0]
+    first._rested()
+    first._rested()
+    assert first._quiet == first._step + LONGEST
+    first._step += 10 * LONGEST
+    first._rested()
     assert one == two
-    assert rests == [vigil.REST[0]] * 2
-    assert ranks[0][0]._rest == vigil.REST[0]
+    assert rests == [vigil.REST] * 2
+    assert first._rest == vigil.REST
+
+
+@pytest.mark.parametrize("how", ["another digest", "does not know", "failed"])
+def test_a_rest_is_no_longer_than_from_base_to_base(ranks, how):
+    """However often a look has helped nothing: what is stored meanwhile may not be restored."""
+    for each, told in ranks:
+        each.watch(2, told)
+        if how == "failed":
+            each.ask(2)
+        for _ in range(9):
+            each._rested()
+    ranks[0][1].say(3, "x")
+    ranks[1][1].say(3, {"another digest": "z", "does not know": "", "failed": "x"}[how])
+    assert {each._quiet for each, _ in ranks} == {LONGEST - 1}
+    one, two = both(ranks, 4, 400)
+    assert one == two >= LONGEST

@@ -106,6 +106,20 @@ def test_what_is_told_of_a_step_stays(bound):
     made.advance(3, [update(bound, add=1.0)], ())
     made.begin(2, SETS)
     assert made.of(3) == before
-    assert made.follows(5)
-    assert not made.follows(4)
     assert Witnessing(bound).of(3) is None
+
+
+def test_boundaries_are_taken_in_in_turn(bound):
+    """Each once; one that cannot be read ends it, and those after it do not hide that."""
+    made = after(bound)
+    for step in (3, 4):
+        made.coming(step, lambda step=step: made.advance(step, [update(bound)], ()))
+    made.take_in(4)
+    made.take_in(3)
+    known = after(bound, [update(bound)], [update(bound)])
+    assert [made.of(step) for step in (3, 4)] == [known.of(step) for step in (3, 4)]
+    made.coming(5, lambda: made.advance(5, [None], ()))
+    made.coming(6, lambda: made.advance(6, [update(bound)], ()))
+    made.take_in(6)
+    assert (made.of(5).since, made.of(6).since) == (-1, -1)
+    assert made.unknown(6)
