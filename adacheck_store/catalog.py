@@ -9,7 +9,12 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from adacheck_store.format.errors import AdaCheckError, FormatError, RecordNotFoundError
+from adacheck_store.format.errors import (
+    AdaCheckError,
+    FormatError,
+    RecordNotFoundError,
+    TierError,
+)
 from adacheck_store.format.head import Head, SealedHead, check_key
 from adacheck_store.format.keys import Key, parse_key
 from adacheck_store.format.manifest import Claim, Floor, Manifest, Tag, decode_log, decode_manifest
@@ -89,6 +94,11 @@ class Trouble:
     error: AdaCheckError
 
 
+def may_pass(error: AdaCheckError) -> bool:
+    """Whether a record was not read, rather than found wrong or gone."""
+    return isinstance(error, TierError) and not isinstance(error, RecordNotFoundError)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Catalog:
     """What the tiers hold of ``run``.
@@ -127,6 +137,13 @@ class Catalog:
     def empty(self) -> bool:
         """True if no term of the run has a manifest."""
         return not self.manifests
+
+    def raise_unread(self) -> None:
+        """Raise the trouble of a tier, or of a record that could not be read now: what hangs on
+        what is not there is not decided without them."""
+        for trouble in self.troubles:
+            if not trouble.key or may_pass(trouble.error):
+                raise trouble.error
 
     def only(self, parts: Collection[str], ranks: Collection[str]) -> Catalog:
         """The catalog of a run that consists of these parts and the extras of these ranks."""

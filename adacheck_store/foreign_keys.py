@@ -29,13 +29,16 @@ class Keys:
     model: str = "model"
     optimizer: str = "optimizer"
 
-    def owner(self, key: str) -> str:
-        """``model``, ``state``, ``groups``, or empty for what is neither's."""
+    def owner(self, key: str, *, value: bool = False) -> str:
+        """``model``, ``state``, ``groups``, or empty for what is neither's.
+
+        A ``value``, which is no tensor, is not the model's either (``_extra_state``).
+        """
         if key.startswith(under(self.optimizer, "state")):
             return "state"
         if key.startswith(under(self.optimizer) + GROUPS):
             return "groups"
-        return "model" if key.startswith(under(self.model)) else ""
+        return "model" if key.startswith(under(self.model)) and not value else ""
 
     def named(self, keys: Iterable[str]) -> dict[str, str]:
         """The model's among some keys: its name for each."""

@@ -126,3 +126,19 @@ def merged(spans: Iterable[Span]) -> tuple[Span, ...]:
         else:
             found.append((low, high))
     return tuple(found)
+
+
+def clash(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
+    """Two boxes of one tensor that have elements in common; None where all are disjoint."""
+    if not boxes or not boxes[0]:
+        return (boxes[0], boxes[1]) if len(boxes) > 1 else None
+    # Swept along the dimension that is cut most, so few stand beside each other.
+    dim = max(range(len(boxes[0])), key=lambda dim: len({box[dim][0] for box in boxes}))
+    beside: list[Box] = []
+    for box in sorted(boxes, key=lambda box: box[dim]):
+        beside = [other for other in beside if other[dim][1] > box[dim][0]]
+        for other in beside:
+            if overlap(box, other) is not None:
+                return other, box
+        beside.append(box)
+    return None

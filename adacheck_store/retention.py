@@ -11,11 +11,9 @@ from itertools import islice
 from adacheck_store.format.bodies import decode_extra
 from adacheck_store.format.canonical import Scalar
 from adacheck_store.format.errors import (
-    AdaCheckError,
     ForkError,
     FormatError,
     RecordNotFoundError,
-    TierError,
 )
 from adacheck_store.format.keys import parse_key
 from adacheck_store.format.manifest import Entry, Floor, Tag
@@ -23,7 +21,7 @@ from adacheck_store.tiers.base import Tier
 from adacheck_store.tiers.zarr import ZarrTier
 
 from .arrays import tensor_of
-from .catalog import Catalog, RecordRef, read_catalog
+from .catalog import Catalog, RecordRef, may_pass, read_catalog
 from .config import made_at
 from .drain import TierSource
 from .fetch import ArrayReader, BlocksLostError, Fetcher
@@ -230,13 +228,8 @@ def _is_offered(tier: Tier, catalog: Catalog, plan: RestorePlan) -> bool:
 
 def _raise_unread(fetcher: Fetcher) -> None:
     for failure in fetcher.failures:
-        if _may_pass(failure):
+        if may_pass(failure):
             raise failure from None
-
-
-def _may_pass(error: AdaCheckError) -> bool:
-    """Whether a record was not read, rather than found wrong or gone."""
-    return isinstance(error, TierError) and not isinstance(error, RecordNotFoundError)
 
 
 def _base_steps(catalog: Catalog, terms: set[str]) -> list[int]:
@@ -284,10 +277,7 @@ def tier_catalog(tier: Tier, run: str) -> Catalog:
     """The catalog of one tier alone; raises the tier's own trouble, or that of a record that could
     not be read: what may go is not decided without it."""
     catalog = read_catalog([tier], run)
-    for trouble in catalog.troubles:
-        error: AdaCheckError = trouble.error
-        if not trouble.key or _may_pass(error):
-            raise error
+    catalog.raise_unread()
     return catalog
 
 

@@ -2,18 +2,20 @@
 
 A save is a term of its own. It leaves the line at the newest provable step below its own, so all
 that was there stays, but for steps from its own on, which are off the line from then on. No rank
-makes anything visible before the blocks of all have been written.
+makes anything visible before the blocks of all are stored, and it has been seen that the run is
+still where the save has left it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 from adacheck_store.format.bodies import BaseBody, SectionState
 from adacheck_store.format.dtypes import item_bytes
-from adacheck_store.format.errors import GroupError, UsageError
+from adacheck_store.format.errors import GroupError, RestoreError, TermError, UsageError
 from adacheck_store.format.head import ArrayInfo, Head, SealedHead
 from adacheck_store.format.ids import BLOCK_BYTES, block_digest
 from adacheck_store.format.keys import (
@@ -33,14 +35,13 @@ from adacheck_store.tiers.base import RecordSource
 
 from .arrays import byte_view
 from .boundary import Link
-from .catalog import read_catalog
+from .catalog import Catalog, read_catalog
 from .config import writer_info
 from .foreign import LaidOut
-from .group import Group, lead, share, together
+from .group import Group, lead, share
 from .recovery import Prover, RestorePlan, tolerant_line
-from .restore import refuse_unknown
 from .store import Store
-from .terms import claim_term, excuse_term, renewed
+from .terms import check_fence, claim_term, excuse_term, newer_claims, renewed
 
 SAVE_S = 7200.0
 """Longest wait for the other ranks' blocks."""
@@ -90,18 +91,23 @@ def save(
         run=run, term=manifest.term, part=part_name(group.rank), rank=rank_name(group.rank),
         parent=head.id, manifest=head.id, layout=sealed.id,
     )  # fmt: skip
-    gate = _Gate(group)
+    gate = _Gate(group, lambda: _check_fork(store, run, step, fork))
     base = StateBase(laid, link, step, gate.wait)
     key = str(extra_key(run, link.term, link.rank, step))
     document = RecordSource(str(manifest_key(run, link.term, step)), Record(head, {}))
     mine = Term.parse(link.term) if group.rank == 0 else None
+    failure: Exception | None = None
     try:
         with renewed(store.far, run, mine):  # what it forks from stays while blocks are written
             store.far.put([document, RecordSource(key, extra(link)), base])
     except Exception as error:
         gate.fail(error)
-        raise
-    together(group, "save", store.far.sync)
+        if not gate.opened:  # nothing of any rank's has been visible
+            raise
+        failure = error
+    assert gate.opened, "the far tier asks sources before heads are visible"
+    _end(store, group, failure, (base.key, key), document.key)
+    lead(group, "line", lambda: _check_line(store, run, link.term))
     return Saved(
         run=run, term=link.term, step=step, parent_term=manifest.parent_term,
         fork_step=manifest.fork_step, nbytes=sum(base.sizes.values()),
@@ -115,12 +121,24 @@ def _published(store: Store, shape: RecordSource) -> str:
 
 def _claimed(store: Store, run: str, step: int, why: str) -> dict[str, Any]:
     """Claim a term (rank 0); where it leaves the history."""
-    seen = [item.term for item in read_catalog(store.tiers, run).manifests.values()]
+    seen = [item.term for item in _all_of(store, run).manifests.values()]
     term = claim_term(store.far, run, seen)
     excuse_term(store.far, run, term, f"saved by {why}")  # it trains nothing, so it cannot die
-    found: dict[str, Any] = {"term": str(term), "parent": "", "step": 0, "tips": {}}
+    return {"term": str(term)} | _fork(store, run, step)
+
+
+def _all_of(store: Store, run: str) -> Catalog:
+    """All that there is of a run; raises where something of it cannot be read now."""
     catalog = read_catalog(store.tiers, run)
-    refuse_unknown(catalog)
+    catalog = replace(catalog, troubles=(*store.troubles, *catalog.troubles))
+    catalog.raise_unread()
+    return catalog
+
+
+def _fork(store: Store, run: str, step: int) -> dict[str, Any]:
+    """The newest provable step below a save's; of a run without history no parent."""
+    found: dict[str, Any] = {"parent": "", "step": 0, "tips": {}}
+    catalog = _all_of(store, run)
     if catalog.empty:
         return found
     prover = Prover(catalog, tolerant_line(catalog))
@@ -134,24 +152,90 @@ def _claimed(store: Store, run: str, step: int, why: str) -> dict[str, Any]:
             f"the run begins at step {steps[0]}, and a save at step {step} would have nothing to "
             "come after", run=run, step=step, hint="name a later step, or another run",
         )  # fmt: skip
+    for trouble in catalog.troubles:
+        raise RestoreError(
+            f"no step of the run can be proven, and of its records some are damaged: "
+            f"{trouble.error}", run=run, step=step,
+            hint="adacheck-store fsck --repair mends what can be; or save into another run",
+        ) from trouble.error  # fmt: skip
     return found
 
 
-class _Gate:
-    """Ranks wait here for each other: all come, or who has failed is told to all."""
+def _check_fork(store: Store, run: str, step: int, fork: Mapping[str, Any]) -> None:
+    """Before anything is visible (rank 0): nobody has gone on with the run since the claim.
 
-    def __init__(self, group: Group) -> None:
-        self._group, self._passed = group, False
+    Else what others have saved meanwhile would be off the line. Raises `TermError`.
+    """
+    term = Term.parse(fork["term"])
+    check_fence(store.far, run, term)
+    if newer := newer_claims(store.far, run, term):
+        raise TermError(
+            f"term {max(newer)} has claimed the run while this save was written", run=run,
+            term=str(term), step=step, hint="one save at a time; save again if it is wanted",
+        )  # fmt: skip
+    now = _fork(store, run, step)
+    if any(now[key] != fork[key] for key in ("parent", "step")):
+        raise TermError(
+            f"the run went on to step {now['step']} of term {now['parent']} while this save was "
+            f"written, which was to come after step {fork['step']} of term {fork['parent']}",
+            run=run, term=str(term), step=step,
+            hint="stop the training that writes the run, and save again",
+        )  # fmt: skip
+
+
+def _check_line(store: Store, run: str, term: str) -> None:
+    """Once all is there (rank 0): who has taken the run over since goes on from here, or it is off
+    the line. Raises `TermError`."""
+    try:
+        check_fence(store.far, run, Term.parse(term))
+    except TermError:
+        line = tolerant_line(read_catalog(store.tiers, run))
+        if term not in {segment.term for segment in line}:
+            raise
+
+
+def _end(
+    store: Store, group: Group, failure: Exception | None, own: tuple[str, ...], manifest: str
+) -> None:  # fmt: skip
+    """All ranks' records are there, synced; or one has failed: then none stay, and all raise."""
+    if failure is None:
+        try:
+            store.far.sync()
+        except Exception as error:
+            failure = error
+    if any(share(group, "save", lambda: failure is not None)):
+        with suppress(Exception):  # what stays is a step that is not whole
+            share(group, "withdrawn", lambda: store.far.delete(own))
+            lead(group, "manifest", lambda: store.far.delete([manifest]))  # named by none now
+
+    def told() -> None:
+        if failure is not None:
+            raise failure
+
+    share(group, "saved", told)
+
+
+class _Gate:
+    """Ranks wait here for each other: all come, or who has failed is told to all.
+
+    When all are here rank 0 does ``check``, and what that raises all raise.
+    """
+
+    def __init__(self, group: Group, check: Callable[[], None]) -> None:
+        self._group, self._check = group, check
+        self._reached = self.opened = False
 
     def wait(self) -> None:
-        """All blocks of this rank are written; returns when those of all are."""
-        self._passed = True
+        """All blocks of this rank are stored; returns when those of all are."""
+        self._reached = True
         share(self._group, "blocks", lambda: None, timeout_s=SAVE_S)
+        lead(self._group, "fork", self._check)
+        self.opened = True
 
     def fail(self, error: Exception) -> None:
         """This rank has none: tell it those who wait."""
-        if not self._passed and not isinstance(error, GroupError):
-            self._passed = True
+        if not self._reached and not isinstance(error, GroupError):
+            self._reached = True
 
             def failed() -> None:
                 raise error
@@ -162,13 +246,16 @@ class _Gate:
 class StateBase:
     """A captured base of a laid-out state, as a `tiers.base.Source`: a tensor at a time.
 
-    ``ready`` is called when all blocks have been handed on, before the head is made.
+    ``before_heads`` is called when all is stored, and before any head is visible.
     """
 
     expected_id: str | None = None
 
-    def __init__(self, laid: LaidOut, link: Link, step: int, ready: Callable[[], None]) -> None:
-        self._laid, self._link, self._step, self._ready = laid, link, step, ready
+    def __init__(
+        self, laid: LaidOut, link: Link, step: int, before_heads: Callable[[], None]
+    ) -> None:
+        self._laid, self._link, self._step = laid, link, step
+        self.before_heads = before_heads
         self.key = str(base_key(link.run, link.term, link.part, step))
         self._arrays = {
             f"{section.name}/{role}": (section, role)
@@ -209,8 +296,7 @@ class StateBase:
                 left -= zeros
 
     def seal(self) -> SealedHead:
-        """The head, once all ranks are as far."""
-        self._ready()
+        """The head, once all blocks have been handed on."""
         link, laid = self._link, self._laid
         body = BaseBody(
             origin="captured", exactness="exact", states=laid.states, boundary=laid.boundary

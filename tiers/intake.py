@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from adacheck_store.format.errors import (
@@ -121,6 +121,14 @@ def sizes_of(source: Source) -> dict[str, int] | None:
         return {info.name: info.nbytes for info in source.record.sealed.head.arrays}
     sizes: dict[str, int] | None = getattr(source, "sizes", None)
     return sizes
+
+
+def ask_before_heads(sources: Sequence[Source]) -> None:
+    """Call what sources want called before any of their records is visible."""
+    for source in sources:
+        ask: Callable[[], None] | None = getattr(source, "before_heads", None)
+        if ask is not None:
+            ask()
 
 
 class Links:

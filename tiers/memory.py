@@ -11,7 +11,7 @@ from adacheck_store.format.record import Block, block_nbytes
 
 from .base import Source, Tier, TierTraits
 from .blocks import check_length, check_range
-from .intake import Intake, Links, check_same, check_sources, placed
+from .intake import Intake, Links, ask_before_heads, check_same, check_sources, placed
 
 Stored = Sized
 """A block as it is kept: its bytes, or in a class derived from this one, where they are."""
@@ -38,6 +38,7 @@ class MemoryTier(Tier):
             try:
                 taken = {source.key: self._take(source, useless) for source in sources}
                 self._links.check(sealed for sealed, _ in taken.values())
+                ask_before_heads(sources)
                 with self._lock:
                     for source in sources:
                         self._held(source)

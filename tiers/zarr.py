@@ -31,7 +31,7 @@ from adacheck_store.format.record import array_offsets
 from .base import Source, Tier, TierTraits
 from .blocks import check_range, span
 from .flight import Batch, Runway
-from .intake import Links, check_place, check_sources, placed
+from .intake import Links, ask_before_heads, check_place, check_sources, placed
 from .objects import Objects, open_marked
 from .zarr_chunks import Filling, fill_span, read_span
 from .zarr_meta import DOCUMENT, GroupHead, owner
@@ -92,6 +92,7 @@ class ZarrTier(Tier):
                 self._links.check(head for arrival in arrivals for head in arrival.heads)
                 if any(arrival.has_chunks for arrival in arrivals):
                     self.objects.sync()
+                ask_before_heads(sources)
             except BaseException:
                 self._withdraw(begun)
                 raise

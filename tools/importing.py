@@ -80,7 +80,7 @@ def take_in(
                      f"import of {contents.form}")  # fmt: skip
     others = sorted(
         key for key in (*contents.pieces, *contents.values)
-        if not contents.keys.owner(key) and key != "step"
+        if not contents.keys.owner(key, value=key in contents.values) and key != "step"
     )  # fmt: skip
     return Imported(
         run=run, term=saved.term, step=number, source=str(source), form=contents.form,

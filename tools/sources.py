@@ -27,7 +27,7 @@ from adacheck_store.format.errors import (
     UsageError,
 )
 from adacheck_store.format.layout import whole_box
-from adacheck_store.regions import Box
+from adacheck_store.regions import Box, clash
 
 from .export import HF_INDEX
 from .pickled import Thing, read_pickle
@@ -96,7 +96,8 @@ def open_source(path: Path, model: str | None = None, optimizer: str | None = No
 def _torch(path: Path, told: Keys | None) -> Contents:
     """A file of ``torch.save``: tensors are mapped from it."""
     try:
-        state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        with torch.serialization.safe_globals([io.BytesIO]):
+            state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:
         why = " ".join(str(error).split())[:300]
         raise UnsupportedError(
@@ -127,6 +128,10 @@ def nested(
     trained = [name for group in groups for name in group["params"]]
     pieces = {under(keys.model) + name: whole(each) for name, each in found.items()}
     values: dict[str, Any] = {under(keys.optimizer) + GROUPS: groups} if groups else {}
+    values |= {  # what a model has besides tensors (``_extra_state``) is named, and left out
+        under(keys.model) + name: each for name, each in model.items()
+        if not isinstance(each, torch.Tensor) and (keys.model or name != keys.optimizer)
+    }  # fmt: skip
     for name, roles in states.items():
         for role, value in roles.items():
             key = under(keys.optimizer, "state", name.removeprefix(front)) + role
@@ -298,7 +303,8 @@ class _Place:
             file.seek(self._offset)
             data = io.BytesIO(file.read(self._length))
         try:
-            return torch.load(data, map_location="cpu", weights_only=True)
+            with torch.serialization.safe_globals([io.BytesIO]):
+                return torch.load(data, map_location="cpu", weights_only=True)
         except Exception as error:
             why = " ".join(str(error).split())[:300]
             raise UnsupportedError(
@@ -313,6 +319,10 @@ def _assembled(
     """A whole tensor of its chunks; raises `MalformedError` where they do not make it up."""
     made = torch.empty(shape, dtype=dtype)
     covered = 0
+    if over := clash([box for box, _ in chunks]):
+        raise MalformedError(
+            f"chunks of {key[:100]!r} overlap: {over[0]} and {over[1]}", rule="source"
+        )
     for box, place in chunks:
         target = made[tuple(slice(*side) for side in box)]
         found = place.read()

@@ -168,7 +168,8 @@ class DcpWriter(StorageWriter):
 
     def _loaded(self, key: str, data: io.BytesIO) -> Any:
         try:
-            return torch.load(data, weights_only=True)
+            with torch.serialization.safe_globals([io.BytesIO]):  # ``_extra_state`` of some
+                return torch.load(data, weights_only=True)
         except Exception as error:
             raise UnsupportedError(
                 f"{key[:200]!r} cannot be kept: {str(error).splitlines()[0][:200]}", run=self._run,
@@ -232,7 +233,7 @@ class DcpWriter(StorageWriter):
                     )  # fmt: skip
                 found[key] = freeze(local.plain[key], key)
         for key, value in local.values.items():
-            if not self._keys.owner(key):
+            if not self._keys.owner(key, value=True):
                 found[key] = freeze(value, key)
         told = share(self._group, "others", lambda: sorted(found))
         before = {key for keys in told[: self._group.rank] for key in keys}

@@ -1,5 +1,6 @@
 """torch.distributed.checkpoint saves steps into a run; other ranks load them, and train on."""
 
+import io
 import json
 import os
 import signal
@@ -280,6 +281,29 @@ def test_optimizer_state_that_is_not_of_the_model_is_refused(tmp_path, form):
         with pytest.raises(CheckpointException, match=name):
             dcp.save(state, storage_writer=ada.DcpWriter(store, "r", 5))
     assert not (tmp_path / "store").exists()
+
+
+def test_values_of_the_model_that_are_no_tensors_are_kept(tmp_path):
+    """``_extra_state``, as a dict and as bytes: `DcpReader` gives them back."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    import adacheck_store as ada
+
+    store = (tmp_path / "store").as_uri()
+    bytes_of = io.BytesIO(b"scales")
+    model = {"w": torch.arange(5.0), "a._extra_state": {"scale": [1, 2]},
+             "b._extra_state": bytes_of}  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"model": model}, storage_writer=ada.DcpWriter(store, "r", 5))
+        empty = {"w": torch.zeros(5), "a._extra_state": {"scale": [0]}, "b._extra_state": None}
+        found = {"model": empty}
+        dcp.load(found, storage_reader=ada.DcpReader(store, "r"))
+    assert found["model"]["a._extra_state"] == {"scale": [1, 2]}
+    assert torch.equal(found["model"]["w"], model["w"])
+    kept = found["model"]["b._extra_state"]
+    assert kept.getvalue() == b"scales"
 
 
 def train_on(model, optimizer) -> None:

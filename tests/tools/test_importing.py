@@ -302,3 +302,40 @@ def test_a_bare_gc_keeps_what_the_trainer_kept(tmp_path: Path) -> None:
     code, document = cli_json("gc", store, "--run", RUN)
     assert (code, document["rows"]) == (0, []), before
     assert cli_json("gc", store, "--run", RUN, "--last", "1")[1]["rows"], "there is what to delete"
+
+
+def test_chunks_that_overlap_are_refused(tmp_path: Path) -> None:
+    """As many elements as there should be, and some of them nowhere: that is no tensor."""
+    from torch.distributed.checkpoint import filesystem, metadata
+    from torch.distributed.checkpoint.storage import WriteResult
+
+    size, folder, data = torch.Size, tmp_path / "folder", b""
+    folder.mkdir()
+    results = []
+    for low, count in ((0, 4), (2, 4)):  # of 8 rows: the last two are nowhere
+        buffer = io.BytesIO()
+        torch.save(torch.ones(count, 3), buffer)
+        info = filesystem._StorageInfo("a.distcp", len(data), len(buffer.getvalue()))
+        at = metadata.MetadataIndex("model.w", size((low, 0)))
+        results.append(WriteResult(index=at, size_in_bytes=info.length, storage_data=info))
+        data += buffer.getvalue()
+    (folder / "a.distcp").write_bytes(data)
+    chunks = [metadata.ChunkStorageMetadata(size((low, 0)), size((4, 3))) for low in (0, 2)]
+    entry = metadata.TensorStorageMetadata(metadata.TensorProperties(), size((8, 3)), chunks)
+    filesystem.FileSystemWriter(folder).finish(metadata.Metadata({"model.w": entry}), [results])
+    with pytest.raises(MalformedError, match="overlap"):
+        take_in((tmp_path / "store").as_uri(), folder, RUN, step=1)
+
+
+@pytest.mark.parametrize("form", ["dcp", "torch", "plain"])
+def test_values_of_the_model_that_are_no_tensors_are_named(tmp_path: Path, form: str) -> None:
+    """``_extra_state`` as Transformer Engine had it; of a model by itself also what is no model."""
+    more = {"_extra_state": io.BytesIO(b"scales")}
+    model = {"w": torch.arange(4.0), **more}
+    source, url = tmp_path / "source", (tmp_path / "store").as_uri()
+    if form == "dcp":
+        dcp.save({"model": model}, checkpoint_id=str(source))
+    else:
+        torch.save(model if form == "plain" else {"model": model}, source)
+    left = "_extra_state" if form == "plain" else "model._extra_state"
+    assert take_in(url, source, RUN, step=1).left_out == (left,)
