@@ -26,6 +26,7 @@ def test_background_threads_give_way() -> None:
         optimizer.step()
         ckpt.flush()
         found = {t.name: t.native_id for t in threading.enumerate() if t.native_id not in before}
+        found.pop("adacheck-pages", None)  # it may be done by now
         names = {"adacheck-writer", "adacheck-compact", "adacheck-drain", "adacheck-prune"}
         assert found.keys() == names
         for name, thread in found.items():
