@@ -1,8 +1,11 @@
 """Steps at which copies have come apart: what is kept for them, and what damage means there."""
 
+import threading
+
 import pytest
 
 from adacheck_store.catalog import read_catalog
+from adacheck_store.format.errors import NotProvableError
 from adacheck_store.restore import restore_state
 from adacheck_store.store import open_store
 from adacheck_store.tiers.wrappers import WrapperTier
@@ -12,7 +15,7 @@ from adacheck_store.tools.gc import Ages, gc
 from adacheck_store.tools.ls import ls
 from adacheck_store.tools.show import show
 from adacheck_store.tools.status import TierRow, status
-from tests.ranks.worker import APART_AT, BASE_EVERY, STEPS, Launcher, check_against
+from tests.ranks.worker import APART_AT, BASE_EVERY, STEPS, WINDOW, Launcher, check_against
 
 pytestmark = pytest.mark.fault
 
@@ -60,6 +63,50 @@ def test_no_floor_passes_the_newest_step_that_a_restore_takes(tmp_path):
     assert second.wait() == [0, 0]
     check_against(reference, second)
     assert second.every("restored") == [APART_AT - 1] * 2
+
+
+HANGS_AT = 19
+"""No rank looks from here to the end of a run, if bases do not come."""
+
+
+def hang(rank: int) -> None:
+    """The near tier of rank 1 does not answer from a step on, until the run is flushed."""
+    from adacheck_store.writer import Writer
+    from tests.core.kit import GateTier
+
+    append, wait_stored = Writer.append, Writer.wait_stored
+
+    def hangs(self, boundary) -> None:
+        if boundary.step == HANGS_AT:
+            assert wait_stored(self, 60.0)
+            self._stall_timeout_s, self._near = 0.2, GateTier(self._near)
+            self._near.gate.clear()
+        append(self, boundary)
+
+    def answers(self, timeout_s) -> bool:
+        getattr(self._near, "gate", threading.Event()).set()
+        return wait_stored(self, timeout_s)
+
+    if rank == 1:
+        Writer.append, Writer.wait_stored = hangs, answers
+
+
+def test_what_a_flush_stores_after_a_stall_is_restored(tmp_path):
+    """One rank has given up its last steps: what it stores in the end is what the others have."""
+    launcher = Launcher(tmp_path, "ddp", 2)
+    reference = launcher.reference()
+    store = tmp_path / "store"
+    given = {rank: {"keep": 100, "base_every": 100} for rank in range(2)}
+    first = launcher.start(store, given=given, before_attach=hang)
+    assert first.wait() == [0, 0]
+    with open_store(store.as_uri()) as opened:
+        for given_up in range(HANGS_AT + WINDOW, STEPS):
+            with pytest.raises(NotProvableError):
+                restore_state(opened.tiers, "e2e", step=given_up)
+    second = launcher.start(store, inspect=True)
+    assert second.wait() == [0, 0]
+    check_against(reference, second)
+    assert second.every("restored") == [STEPS] * 2
 
 
 class Harmed(WrapperTier):
