@@ -44,6 +44,7 @@ class Truth:
         self.damaged: set[Pair] = set()
         self.planted = False
         self.lost = False
+        self.compacted = False
         self.trust_truth = True
         self._log = log or (lambda **row: None)
         os.environ["ADACHECK_NODE"] = NODES[0]
@@ -172,6 +173,8 @@ class Truth:
                 self.check()
                 DONE["outlived"] += 1
         self._cut()
+        if tier == "zarr":
+            self.tagged.clear()  # they stand in its log
 
     def _cut(self) -> None:
         """Damage was planted: promised is what the rest can still prove."""
@@ -248,6 +251,8 @@ class Truth:
         for tier in store.tiers:
             catalog = tier_catalog(tier, RUN)
             for floor in self._newest(tier.traits.name, catalog):
+                if not _on_line({(term, floor.step) for term in floor.terms}, catalog):
+                    continue  # an older step was restored, before what lay below was deleted
                 plan = Prover(catalog, tolerant_line(catalog)).prove(floor.step)
                 assert isinstance(plan, RestorePlan), (tier.traits.name, floor, plan)
                 assert not plan.parts[0].deltas, (tier.traits.name, floor)
