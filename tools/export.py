@@ -120,14 +120,11 @@ def _settled(draft: Path, path: Path) -> int:
     return size
 
 
-def state_of(path: Path) -> dict[str, Any]:
-    """What `restore` has written as nested dicts, its tensors mapped from the file.
-
-    ``model`` maps names to tensors; ``optimizer`` has ``state``, by name, and ``param_groups``,
-    whose ``params`` are names, as `torch.distributed.checkpoint.state_dict` has them; ``step``.
-    Tied tensors stand under each of their names.
-    """
-    said, tensors = mapped(path)
+def sorted_out(
+    said: Mapping[str, str], tensors: Mapping[str, torch.Tensor]
+) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, torch.Tensor]]]:
+    """The tensors of a file that `restore` has written: the model's by name, tied ones under each
+    of their names, and those of optimizer state by name and role."""
     model: dict[str, torch.Tensor] = {}
     states: dict[str, dict[str, torch.Tensor]] = {}
     for label, tensor in tensors.items():
@@ -139,6 +136,18 @@ def state_of(path: Path) -> dict[str, Any]:
             states.setdefault(name, {})[role] = tensor
     for alias, name in json.loads(said["aliases"]).items():
         model[alias.partition("/")[2]] = model[name.partition("/")[2]]
+    return model, states
+
+
+def state_of(path: Path) -> dict[str, Any]:
+    """What `restore` has written as nested dicts, its tensors mapped from the file.
+
+    ``model`` maps names to tensors; ``optimizer`` has ``state``, by name, and ``param_groups``,
+    whose ``params`` are names, as `torch.distributed.checkpoint.state_dict` has them; ``step``.
+    Tied tensors stand under each of their names.
+    """
+    said, tensors = mapped(path)
+    model, states = sorted_out(said, tensors)
     groups = [group for each in json.loads(said["optimizers"]) for group in each["groups"]]
     optimizer = {"state": states, "param_groups": groups}
     return {"model": model, "optimizer": optimizer, "step": int(said["step"])}

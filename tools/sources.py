@@ -9,7 +9,6 @@ import functools
 import io
 import json
 import math
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +28,7 @@ from adacheck_store.format.errors import (
 from adacheck_store.format.layout import whole_box
 from adacheck_store.regions import Box, clash
 
-from .export import HF_INDEX
+from .export import HF_INDEX, sorted_out
 from .pickled import Thing, read_pickle
 from .safetensors_file import mapped
 
@@ -218,17 +217,7 @@ def _safetensors(path: Path, told: Keys | None) -> Contents:
     optimizers = json.loads(said["optimizers"])
     if len(optimizers) > 1:
         raise UnsupportedError("it has several optimizers", hint="restore it from its own run")
-    model: dict[str, torch.Tensor] = {}
-    states: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
-    for label, tensor in tensors.items():
-        where, _, name = label.partition("/")
-        if where == "model":
-            model[name] = tensor
-        else:
-            name, _, role = name.rpartition("/")
-            states[name][role] = tensor
-    for alias, name in json.loads(said["aliases"]).items():
-        model[alias.partition("/")[2]] = model[name.partition("/")[2]]
+    model, states = sorted_out(said, tensors)
     groups = optimizers[0]["groups"] if optimizers else []
     state = {
         "model": model, "optimizer": {"state": states, "param_groups": groups},
