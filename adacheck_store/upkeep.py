@@ -66,6 +66,7 @@ class Upkeep:
         self._undrained: list[Key] = [parse_key(text) for text in backlog]
         self._oldest = time.monotonic()
         self._far_bases: set[int] = set()
+        self._farthest = -1
         self._captured = CapturedBases(settings.max_drift)
         self._flushing = bool(backlog)
         self._changed = threading.Condition(threading.RLock())
@@ -298,7 +299,8 @@ class Upkeep:
             self._oldest = time.monotonic()
             self._far_bases |= {key.step for key in done if key.kind == "base"}
             left = [key.step - 1 for key in self._undrained]
-            reached = min(left) if left else max(key.step for key in done)
+            self._farthest = max(self._farthest, *(key.step for key in done))
+            reached = min(left) if left else self._farthest
             self._progress.drained = max(self._progress.drained, reached)
             self._pruner.want_near()  # the far floor may be higher
             whole = [step for step in self._far_bases if step <= self._progress.drained]

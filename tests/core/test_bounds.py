@@ -108,15 +108,18 @@ def check_each_tier(url: str, folder: Path, journal: Journal) -> None:
 
 
 LAST = 10_000
+PACKED = 64
+"""Most steps in a pack: the default lag of the far tier."""
 MARKS = (2_500, 3_716, 4_996, 6_212, 7_492, 9_988)
 """Steps to look at, all of them as far after a base: 4 + a multiple of 64."""
 ROOM = {
-    "objects": 16, "bytes of objects": 1 << 20, "records": 128, "log entries": 0,
+    "objects": 16, "bytes of objects": 128 << 10, "records": 128, "log entries": 0,
     "lmdb used": 8192, "lmdb pages": 600, "memory": 24 << 20, "fds": 0, "threads": 0,
 }  # fmt: skip
 """How far each may rise above what it was at the first. A pack of up to 64 steps may straddle the
-floor, and then stays whole; where packs begin is a matter of time. LMDB's file once had 4200 pages
-from 2 500 steps to 7 492, and 4472 at 9 988: free pages in pieces, by guess.
+floor, and then stays whole; where packs begin is a matter of time. So bytes are those of steps
+above the floor, and of records 63 deltas and 63 extras may come and go. LMDB's file once had 4200
+pages from 2 500 steps to 7 492, and 4472 at 9 988: free pages in pieces, by guess.
 """
 
 
@@ -124,6 +127,18 @@ def anonymous() -> int:
     """Bytes of this process's own memory: what is mapped of files comes and goes."""
     text = Path("/proc/self/status").read_text()
     return int(text.partition("RssAnon:")[2].split()[0]) << 10
+
+
+def straddling(objects: Path, floor: int) -> int:
+    """Bytes of steps at or below the floor in packs that reach beyond it; no other pack is left."""
+    found = 0
+    for pack in objects.glob("run/*/*/pack/*"):
+        first, last = (int(text) for text in pack.name.split("-")[:2])
+        assert last > floor, f"{pack.name} is whole below the floor {floor}"
+        assert last - first < PACKED
+        below = max(0, floor + 1 - first)
+        found += usage(pack)[1] * below // (last + 1 - first)
+    return found
 
 
 def measured(folder: Path, session: Any) -> dict[str, int]:
@@ -142,7 +157,9 @@ def measured(folder: Path, session: Any) -> dict[str, int]:
         "records": sum(len(list(tier.list("run/"))) for tier in store.tiers),
     }  # fmt: skip
     if folder.is_dir():
-        found["objects"], found["bytes of objects"], _ = usage(folder / "objects")
+        found["objects"], stored, _ = usage(folder / "objects")
+        kept = straddling(folder / "objects", upkeep.progress.far_floor)
+        found["bytes of objects"], found["bytes below the floor"] = stored - kept, kept
         found["lmdb used"] = store.near.used_bytes()
         found["lmdb pages"] = store.near._env()._env.info()["last_pgno"] + 1
     return found
