@@ -11,8 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +23,9 @@ from adacheck_store.agent.start import find_agent
 from adacheck_store.session import RunSession
 from adacheck_store.tiers.pool import Peer
 from tests.agent.trainer import MEMORY, RUN, open_session
+from tests.waits import WAIT_S, until
 
 ROOT = Path(__file__).resolve().parents[2]
-WAIT_S = 120.0
-
-
-def until(condition: Callable[[], Any], what: str, wait_s: float = WAIT_S) -> Any:
-    """Wait for something to be so; what it gave."""
-    end = time.monotonic() + wait_s
-    while time.monotonic() < end:
-        found = condition()
-        if found:
-            return found
-        time.sleep(0.05)
-    raise AssertionError(f"not in time: {what}")
 
 
 def free_port() -> int:

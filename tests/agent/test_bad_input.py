@@ -20,10 +20,11 @@ from adacheck_store.format.errors import (
     UsageError,
 )
 from adacheck_store.session import RunSession
-from tests.agent.kit import Node, until
+from tests.agent.kit import Node
 from tests.agent.trainer import MEMORY, RUN, open_session
 from tests.core.kit import Journal, begin, make_toy, train
 from tests.tools.stores import cli
+from tests.waits import until
 
 NOBODY = 65534
 

@@ -7,10 +7,11 @@ from contextlib import suppress
 from adacheck_store.agent import places
 from adacheck_store.tiers.peer import PeerTier
 from adacheck_store.tiers.pool import Peer
-from tests.agent.kit import Node, until
+from tests.agent.kit import Node
 from tests.agent.trainer import RUN
 from tests.benchmarks.resident import Flood
 from tests.peers.raw import Session
+from tests.waits import until
 
 IDLE = 500
 

@@ -8,9 +8,10 @@ from pathlib import Path
 
 from adacheck_store.agent import places
 from adacheck_store.store import agent_tiers
-from tests.agent.kit import Node, until
+from tests.agent.kit import Node
 from tests.agent.trainer import RUN
 from tests.benchmarks.resident import Flood
+from tests.waits import until
 
 
 def far(node: Node) -> dict[str, float]:

@@ -7,8 +7,9 @@ import time
 
 from adacheck_store.restore import restore_state
 from adacheck_store.store import open_store
-from tests.agent.kit import ROOT, WAIT_S, Node, Trainer, until
+from tests.agent.kit import ROOT, Node, Trainer
 from tests.agent.trainer import RUN
+from tests.waits import WAIT_S, until
 
 HANGING = """
 import sys

@@ -14,10 +14,11 @@ from adacheck_store.tools.findings import DAMAGE, Finding
 from adacheck_store.tools.fsck import fsck
 from adacheck_store.tools.gc import Ages, gc
 from adacheck_store.tools.repair import repair
-from tests.agent.kit import Node, Trainer, two, until
+from tests.agent.kit import Node, Trainer, two
 from tests.agent.trainer import RUN, reference
 from tests.core.kit import begin, make_toy, train
 from tests.tools.stores import flip, objects
+from tests.waits import until
 
 pytestmark = pytest.mark.fault
 STEPS = 64

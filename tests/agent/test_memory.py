@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from adacheck_store.agent.budget import BEYOND_WINDOW, memory_for
-from tests.agent.kit import Node, two, until
+from tests.agent.kit import Node, two
 from tests.agent.trainer import MEMORY, SETTINGS
 from tests.benchmarks import resident
 from tests.benchmarks.resident import MEBI, Flood, watched
+from tests.waits import until
 
 ELEMENTS = 1_000_000
 """A base of 12 MB, and deltas of 2 MB; records may fill 112 MiB."""

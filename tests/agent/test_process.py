@@ -23,8 +23,9 @@ from adacheck_store.store import open_store
 from adacheck_store.tiers.endpoint import Endpoint
 from adacheck_store.tiers.pool import Peer
 from adacheck_store.tiers.serve import Server
-from tests.agent.kit import Node, Trainer, until
+from tests.agent.kit import Node, Trainer
 from tests.agent.trainer import MEMORY, RUN, reference
+from tests.waits import until
 
 STARTER = """
 import sys, time

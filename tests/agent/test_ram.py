@@ -4,9 +4,10 @@ import time
 
 from adacheck_store.restore import restore_state
 from adacheck_store.store import open_store
-from tests.agent.kit import Node, Trainer, until
+from tests.agent.kit import Node, Trainer
 from tests.agent.trainer import RUN, open_session, reference
 from tests.core.kit import Journal, begin, make_toy, train
+from tests.waits import until
 
 
 def test_killed_trainer_restores_from_the_agents_memory(here: Node) -> None:

@@ -10,9 +10,10 @@ import pytest
 from adacheck_store.agent import places, reach
 from adacheck_store.agent.places import Place
 from adacheck_store.tiers.endpoint import Endpoint
-from tests.agent.kit import Node, two, until
+from tests.agent.kit import Node, two
 from tests.agent.trainer import RUN, open_session, reference
 from tests.core.kit import begin, make_toy, train
+from tests.waits import until
 
 
 def exposed(node: Node) -> bool:

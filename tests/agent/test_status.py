@@ -12,10 +12,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from adacheck_store.agent import metrics
 from adacheck_store.tiers.endpoint import Endpoint
-from tests.agent.kit import Node, two, until
+from tests.agent.kit import Node, two
 from tests.agent.trainer import RUN, open_session, reference
 from tests.core.kit import begin, make_toy, train
 from tests.tools.stores import cli, cli_json
+from tests.waits import until
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 

@@ -6,10 +6,11 @@ import pytest
 
 from adacheck_store.format.errors import TermError, UsageError
 from adacheck_store.session import RunSession
-from tests.agent.kit import Node, two, until
+from tests.agent.kit import Node, two
 from tests.agent.trainer import RUN, open_session, reference
 from tests.core.kit import Journal, begin, make_toy, train
 from tests.core.toy import Toy
+from tests.waits import until
 
 
 def train_refused(session: RunSession, toy: Toy) -> str:

@@ -30,8 +30,9 @@ from adacheck_store.tiers.peer import PeerTier
 from adacheck_store.tiers.pool import Peer
 from adacheck_store.tiers.zarr import ZarrTier
 from adacheck_store.trainer_hooks import checkpointer
-from tests.agent.kit import Node, until
+from tests.agent.kit import Node
 from tests.agent.trainer import RUN
+from tests.waits import until
 
 from .rows import Row, seconds
 

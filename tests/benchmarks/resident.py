@@ -19,10 +19,11 @@ import torch
 from adacheck_store.config import memory_resident
 from adacheck_store.format.errors import AdaCheckError
 from adacheck_store.session import RunSession
-from tests.agent.kit import Node, until
+from tests.agent.kit import Node
 from tests.agent.trainer import open_session
 from tests.core.kit import Journal, begin, make_toy
 from tests.core.toy import Toy
+from tests.waits import until
 
 from .rows import Row
 

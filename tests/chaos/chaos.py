@@ -20,12 +20,12 @@ from adacheck_store.format.keys import part_name, rank_name
 from adacheck_store.store import open_store
 from adacheck_store.tools.findings import Finding, Provable
 from adacheck_store.tools.fsck import fsck
-from tests.agent.kit import until
 from tests.chaos.strikes import NODES, Round, Strike
 from tests.chaos.truth import Life, Promise, Truth
 from tests.cluster.kit import Cluster, Host, Start
 from tests.cluster.lender import be, enter
 from tests.ranks.worker import _context
+from tests.waits import until
 
 HEALS_S = 60.0
 """Within this training is saved again once every fault has ended."""
@@ -151,7 +151,7 @@ class Chaos:
         """Carry a round out; raises `AssertionError` where a promise is not kept. Its story."""
         attempt = self.attempt
         gate = self.truth.trained = attempt.least("restored")
-        attempt.gate(gate + plan.steps)
+        attempt.gate.open(gate + plan.steps)
         self.truth.promises.clear()
         self.truth.acknowledged = gate
         target, told = gate, []
@@ -269,7 +269,7 @@ class Chaos:
         )
         first = max(attempt.least("restored"), attempt.least("step")) + 1
         for number, step in enumerate(range(first, first + MORE_STEPS)):
-            attempt.gate(step)  # pauses between captured bases grow, where they fail
+            attempt.gate.open(step)  # pauses between captured bases grow, where they fail
             end = time.monotonic() + (2.0**number if number < MORE_STEPS - 1 else HEALS_S)
             while attempt.least("stored") < first and time.monotonic() < end and attempt.alive:
                 time.sleep(0.05)

@@ -13,17 +13,15 @@ from typing import Any
 from adacheck_store.store import open_store
 from adacheck_store.tiers.base import Tier
 from adacheck_store.tiers.lmdb import LmdbTier
-from tests.agent.kit import Node, free_port, until
+from tests.agent.kit import Node, free_port
 from tests.agent.trainer import MEMORY, RUN
 from tests.cluster.lender import Lender
 from tests.cluster.network import Network
 from tests.ranks.worker import check_rows, rows_of
+from tests.waits import Gate, until
 
 GIVEN = {"base_every": 6, "object_lag": 8, "window": 2, "max_deaths": 0}
 """Settings of a run that keep it short; all else is as it comes."""
-
-WAIT_S = 120.0
-"""For one word of a rank: a start takes seconds, on a busy machine many."""
 
 Reference = list[dict[int, tuple[str, str]]]
 
@@ -177,7 +175,8 @@ class Start:
         self.folder, self.hosts, self.reference = folder, hosts, reference
         self.ranks = len(reference)
         (folder / "config.json").write_text(json.dumps(config))
-        self.gate(0)
+        self.gate = Gate(folder / "gate")
+        self.gate.open(0)
         self.faults(faults)
         self.processes: list[Any] = []
         self._launch()
@@ -200,18 +199,11 @@ class Start:
                 )  # fmt: skip
             self.processes.append(run)
 
-    def _write(self, name: str, text: str) -> None:
-        draft = self.folder / f"{name}.tmp"
-        draft.write_text(text)
-        draft.replace(self.folder / name)
-
-    def gate(self, number: int) -> None:
-        """Let the ranks train up to a step."""
-        self._write("gate", str(number))
-
     def faults(self, faults: Mapping[str, str]) -> None:
         """Say what is to happen, by RESTART.RANK."""
-        self._write("faults.json", json.dumps(faults))
+        draft = self.folder / "faults.tmp"
+        draft.write_text(json.dumps(faults))
+        draft.replace(self.folder / "faults.json")
 
     def rows(self, restart: int, rank: int) -> list[dict[str, Any]]:
         """What a rank has told."""
@@ -241,13 +233,13 @@ class Start:
             return found
 
         try:
-            return until(told, f"rank {rank}, restart {restart}: {name} {value or ''}", WAIT_S)
+            return until(told, f"rank {rank}, restart {restart}: {name} {value or ''}")
         except AssertionError as error:
             raise AssertionError(f"{error}; {self.log()}") from None
 
     def held(self, restart: int, step: int) -> None:
         """Let the ranks train up to a step, and wait until all holders have it."""
-        self.gate(step)
+        self.gate.open(step)
         self.every(restart, "held", step)
         self.check(restart)
 
@@ -271,7 +263,7 @@ class Start:
 
     def finish(self, restart: int, step: int) -> None:
         """Let the ranks train to the end of the run; torchrun ends well, and every bit is right."""
-        self.gate(step)
+        self.gate.open(step)
         rows = self.every(restart, "final", step)
         for process in self.processes:
             assert process.wait(60) == 0, self.log()

@@ -7,9 +7,9 @@ import pytest
 
 from adacheck_store.catalog import read_catalog
 from adacheck_store.recovery import plan_restore
-from tests.agent.kit import until
 from tests.agent.trainer import MEMORY, RUN
 from tests.cluster.kit import GIVEN
+from tests.waits import until
 
 pytestmark = pytest.mark.fault
 
@@ -25,7 +25,7 @@ def test_poisoned_step_is_passed_over(cluster):
     )  # fmt: skip
     start = made.start("ab", faults={f"{restart}.1": "poisoned at 8" for restart in range(3)})
     start.held(0, 7)
-    start.gate(steps)
+    start.gate.open(steps)
     for restart in (1, 2):
         assert [row["restored"] for row in start.restored(restart)] == [7, 7]
     rows = start.restored(3)
@@ -44,7 +44,7 @@ def test_sigterm_to_a_whole_job(cluster):
     )  # fmt: skip
     start = made.start("ab")
     start.held(0, 5)
-    start.gate(400)
+    start.gate.open(400)
     began = time.monotonic()
     for host in start.hosts:
         host.signal(signal.SIGTERM, agents=True)

@@ -13,7 +13,7 @@ def test_a_node_without_agents(cluster):
     """Two ranks of one node and its LMDBs: one rank is killed, torchrun starts both anew."""
     made = cluster("fsdp", 2, SIZES, agents=None)
     start = made.start("a", faults={"0.1": "die at 10"})
-    start.gate(SIZES["steps"])
+    start.gate.open(SIZES["steps"])
     for row in start.restored(1):
         assert 10 - (GIVEN["window"] + 1) <= row["restored"] <= 10
     start.finish(1, SIZES["steps"])
@@ -30,7 +30,7 @@ def test_ranks_on_two_nodes(cluster, kind, ranks):
     start = made.start("ab")
     start.restored(0)
     agents = made.pids("ab")
-    start.gate(7)
+    start.gate.open(7)
     start.one(0, ranks - 1, "step", 5)
     start.kill(0, ranks - 1)
     assert all(2 <= row["restored"] <= 7 for row in start.restored(1))

@@ -15,9 +15,9 @@ from adacheck_store.format.keys import parse_key
 from adacheck_store.recovery import plan_restore
 from adacheck_store.store import open_store
 from adacheck_store.tools.fsck import fsck
-from tests.agent.kit import until
 from tests.agent.trainer import RUN
 from tests.cluster.kit import GIVEN, Cluster, Start
+from tests.waits import until
 
 pytestmark = pytest.mark.fault
 
@@ -56,7 +56,7 @@ def begins(made: Cluster, start: None) -> Start:
 
 def loses_a_trainer(made: Cluster, start: Start) -> Start:
     """One is killed while it trains; torchrun starts the ranks of both nodes anew."""
-    start.gate(8)
+    start.gate.open(8)
     start.one(0, 1, "step", 5)
     start.kill(0, 1)
     for row in start.restored(1):
@@ -126,7 +126,7 @@ def is_haunted_by_a_zombie(made: Cluster, start: Start) -> Start:
     rows = start.restored(0)
     assert [(row["restored"], row["lost"]) for row in rows] == [(21, 0)] * 2
     start.held(0, 24)
-    undead.gate(SIZES["steps"])
+    undead.gate.open(SIZES["steps"])
     zombie.signal(signal.SIGCONT)
     assert zombie.status()["term"] in undead.one(0, 1, "fenced")["fenced"]  # the newer one
     assert undead.row(0, 1, "alone") is not None

@@ -24,6 +24,7 @@ from adacheck_store import restore, session
 from adacheck_store.format.errors import AdaCheckError, TermError
 from adacheck_store.trainer_hooks.ranks import find_group
 from tests.ranks.worker import build, digest, evaluate, step, told, writes
+from tests.waits import Gate
 
 
 def crossed() -> int:
@@ -136,8 +137,8 @@ class Worker:
 
     def _wait(self, ckpt: Any, number: int) -> None:
         """Until the gate lets a step through; says when the step before is held by all holders."""
-        gate, held, said = self.folder / "gate", False, (-1, -1)
-        while number > int(gate.read_text() or 0):
+        gate, held, said = Gate(self.folder / "gate"), False, (-1, -1)
+        while not gate.lets(number):
             status = ckpt.status()
             if (status.stored, status.drained) != said:
                 said = (status.stored, status.drained)

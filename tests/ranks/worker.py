@@ -13,6 +13,7 @@ from pathlib import Path
 
 from tests.ranks.elastic import ELASTIC, build_elastic, feed_alike, whole
 from tests.ranks.parallel import PARALLEL, build_parallel, data_of
+from tests.waits import Gate, until
 
 STEPS = 24
 BASE_EVERY = 6
@@ -384,6 +385,7 @@ def _train(out: str, rank: int, ranks: int, port: int, prefix: str, kind: str, o
             if options.get("inspect"):
                 return
             for number, batch in enumerate(ckpt.batches(loader), report.step + 1):
+                options["gate"].wait(number)
                 if number > STEPS:
                     break
                 grow(kind, model, optimizer, number)
@@ -449,7 +451,7 @@ class Launcher:
         return [{int(k): (row[0], row[1]) for k, row in rows.items()} for rows in found]
 
     def start(self, store: Path | str, *, ranks: int = 0, **options) -> Attempt:
-        """Start all ranks."""
+        """Start all ranks; ``hold``: after that step they wait, to be killed or let go on."""
         self.attempts += 1
         return Attempt(self, store, ranks or self.ranks, options)
 
@@ -463,7 +465,10 @@ class Attempt:
         self.outs = [folder / f"{rank}.jsonl" for rank in range(ranks)]
         prefix = f"attempt-{launcher.attempts}"
         url = store if isinstance(store, str) else store.as_uri()
-        options = {"store": url, **options}
+        self.gate = Gate(folder / "gate")
+        if "hold" in options:
+            self.gate.open(options["hold"])
+        options = {"store": url, "gate": self.gate, **options}
         kind = options.get("kind", launcher.kind)
         self.processes = [
             _context.Process(
@@ -502,9 +507,15 @@ class Attempt:
             process.join(30)
 
     def until(self, number: int) -> None:
-        """Wait until every rank has finished a step, or any has ended."""
-        while self.alive() and self.last_step() < number:
-            time.sleep(0.002)
+        """Wait until every rank has finished a step; all are at it still, or this raises."""
+
+        def reached() -> bool:
+            found = self.last_step() >= number
+            ends = [process.exitcode for process in self.processes]
+            assert self.alive(), f"ended by itself before step {number}, or after it: {ends}"
+            return found
+
+        until(reached, f"step {number} on all ranks")
 
     def rows(self, rank: int) -> list[dict]:
         """The whole lines of a rank's journal."""
