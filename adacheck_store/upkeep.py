@@ -23,7 +23,7 @@ from adacheck_store.format.errors import (
 from adacheck_store.format.keys import Key, Term, parse_key, part_name
 from adacheck_store.format.layout import Layout
 
-from .catalog import RecordRef, make_ref
+from .catalog import RecordRef, make_ref, read_catalog
 from .compact import ReplayedBase
 from .config import Settings
 from .drain import copy_records, in_batches
@@ -31,8 +31,9 @@ from .drift import CapturedBases
 from .duty import Duty
 from .fetch import BlocksLostError, Fetcher
 from .group import Group
+from .proof import prove_part
 from .pruner import Pruner
-from .recovery import PartPlan
+from .recovery import PartPlan, tolerant_line
 from .store import Store
 from .tail import Progress, Tail
 from .terms import check_fence
@@ -229,7 +230,7 @@ class Upkeep:
             self._distrust(str(error), plan.base.since + BOUNDED_STEPS + 1)
             raise
         except BlocksLostError as error:
-            if self._tail.base is not plan.base:
+            if self._tail.base is not plan.base or self._based_anew(plan, error):
                 return  # a newer base came, and what was being folded may have been pruned
             self._distrust(str(error), int(error.place.get("step", plan.base.step)))
             raise
@@ -244,6 +245,27 @@ class Upkeep:
             self._progress.bytes_bases += ref.nbytes
             self._pruner.want_near()
             self._changed.notify_all()
+
+    def _based_anew(self, plan: PartPlan, error: BlocksLostError) -> bool:
+        """Whether a later base than the plan's gives the same step; it is folded from that then.
+
+        Others may have written one, and a floor may have passed what this fold began with. Raises
+        the trouble of a tier that does not answer: what is there may be whole.
+        """
+        catalog = read_catalog(self._store.tiers, self._run_name)
+        for trouble in catalog.troubles:
+            if not trouble.key:
+                raise trouble.error
+        line = tolerant_line(catalog, str(self._term))
+        proofs = prove_part(catalog.without(error.lost), line, self._part)[str(self._term)]
+        proof = proofs.get(plan.step, {}).get(plan.link)
+        base = plan.base if proof is None else proof.origin()
+        if base.step <= plan.base.step or base.exactness not in ("exact", plan.base.exactness):
+            return False
+        with self._changed:
+            if self._tail.base is plan.base:
+                self._tail.add(base)
+        return True
 
     def _anywhere(self, plan: PartPlan) -> PartPlan:
         """The plan with every tier as a holder: what is damaged here may have been drained."""

@@ -44,7 +44,6 @@ class Truth:
         self.damaged: set[Pair] = set()
         self.planted = False
         self.lost = False
-        self.compacted = False
         self.trust_truth = True
         self._log = log or (lambda **row: None)
         os.environ["ADACHECK_NODE"] = NODES[0]
@@ -251,9 +250,8 @@ class Truth:
         for tier in store.tiers:
             catalog = tier_catalog(tier, RUN)
             for floor in self._newest(tier.traits.name, catalog):
-                if not _on_line({(term, floor.step) for term in floor.terms}, catalog):
-                    continue  # an older step was restored, before what lay below was deleted
-                plan = Prover(catalog, tolerant_line(catalog)).prove(floor.step)
+                # Where an older step was restored since, it is a step of the branch that was left.
+                plan = Prover(catalog, tolerant_line(catalog, floor.terms[-1])).prove(floor.step)
                 assert isinstance(plan, RestorePlan), (tier.traits.name, floor, plan)
                 assert not plan.parts[0].deltas, (tier.traits.name, floor)
 

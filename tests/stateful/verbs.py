@@ -38,7 +38,6 @@ def _passed(world: World, store: Store, step: int) -> bool:
 
 def compact(world: World, choose: Choose) -> None:
     """A base by hand, at some provable step."""
-    world.compacted = True
     with world.read() as store:
         steps = world.provable(world.catalog(store))
         if not steps:
@@ -91,8 +90,6 @@ def untag(world: World, choose: Choose) -> None:
 def collect(world: World, last: int, every: int) -> None:
     """Collect garbage by a policy. Its promise is worked out here once more, by plain counting."""
     rules = Retention(last=last, every=every) if every else None
-    if world.compacted:  # a writer does not know of such bases: DESIGN, Known limits
-        world.close_all()
     for writer in world.writers.values():
         world.settle(writer)
     with world.read() as store:

@@ -1,0 +1,99 @@
+"""Folds whose base goes while they need it: others delete, a tier does not answer."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+
+import pytest
+
+from adacheck_store import duty as duty_module
+from adacheck_store.format.errors import NotProvableError, TierUnavailableError
+from adacheck_store.format.keys import parse_key
+from adacheck_store.restore import restore_state
+from adacheck_store.session import RunSession
+from adacheck_store.store import Store
+from adacheck_store.tools.compact import compact
+from adacheck_store.tools.gc import Ages, gc
+from tests.core.kit import QUICK, Journal, KeptTier, begin, make_toy, session_on, train
+
+WAIT_S = 30.0
+KEEP = dataclasses.replace(QUICK, keep_bases=100)
+"""Nothing is pruned."""
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(duty_module, "BACKOFF_S", (0.01, 0.05))
+
+
+def until(done: Callable[[], bool]) -> None:
+    """Wait for a condition."""
+    deadline = time.monotonic() + WAIT_S
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def settled(session: RunSession, base: int) -> None:
+    """Wait until a base is there; the chain was never distrusted on the way."""
+    until(lambda: session.status().base == base or bool(session.status().mismatch))
+    assert session.status().mismatch == ""
+
+
+def test_what_gc_leaves_is_folded_from() -> None:
+    """A base that somebody else writes may be all that a floor leaves of those before it."""
+    tier = KeptTier("memory")
+    session = session_on(tier, tier, KEEP)
+    toy, journal = make_toy(), Journal()
+    begin(session, toy, journal)
+    train(session, toy, journal, 11)
+    settled(session, 8)
+    session.flush(WAIT_S)
+    store = Store("memory://given", tier, tier)
+    assert [row.done for row in compact(store, "run", to=10)] == ["folded"]
+    list(gc(store, "run", last=1, apply=True, ages=Ages(grace_s=0.0)))
+    bases = [key.step for key in map(parse_key, tier.list("run/")) if key.kind == "base"]
+    assert bases == [10]
+    train(session, toy, journal, 7)
+    settled(session, 16)
+    session.flush(WAIT_S)
+    session.close()
+    for step in range(10, 19):
+        journal.assert_same(restore_state([tier], "run", step=step))
+    with pytest.raises(NotProvableError):
+        restore_state([tier], "run", step=9)
+
+
+def test_a_tier_that_does_not_answer_has_lost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new node begins with a base that the far tier alone has, which fails while it is folded."""
+    far = KeptTier("far")
+    session = session_on(KeptTier("old"), far, KEEP)
+    toy, journal = make_toy(), Journal()
+    begin(session, toy, journal)
+    train(session, toy, journal, 11)
+    session.flush(WAIT_S)
+    session.close()
+
+    session = session_on(KeptTier("new"), far, KEEP)
+    begin(session, toy, journal)
+    asked: list[str] = []
+
+    def fail(name: str) -> Callable[..., None]:
+        def call(*_: object) -> None:
+            asked.append(name)
+            raise TierUnavailableError("the store does not answer")
+
+        return call
+
+    with monkeypatch.context() as patch:
+        for name in ("list", "head", "read", "read_into"):
+            patch.setattr(far, name, fail(name))
+        train(session, toy, journal, 6)
+        until(lambda: asked.count("list") > 1 or bool(session.status().mismatch))
+    settled(session, 16)
+    session.flush(WAIT_S)
+    session.close()
+    for step in range(18):
+        journal.assert_same(restore_state([far], "run", step=step))
