@@ -47,8 +47,8 @@ class Ahead(Now):
 
     def __init__(self, parallel: int = 1) -> None:
         """As many threads as there are processors, or as ``parallel`` reads that wait."""
-        count = max(parallel, min(THREADS_MAX, len(os.sched_getaffinity(0))))
-        self._pool = ThreadPoolExecutor(count, thread_name_prefix="adacheck-read")
+        self.threads = max(parallel, min(THREADS_MAX, len(os.sched_getaffinity(0))))
+        self._pool = ThreadPoolExecutor(self.threads, thread_name_prefix="adacheck-read")
 
     def start(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Have it done; the future raises what it raises."""

@@ -1,15 +1,17 @@
 """Candidates: carrying out the plan of the newest provable step, or where that fails the next.
 
 A block that no tier has right ends in a new plan without it: the newest older provable step is
-taken, and said. Never guess. In a group rank 0 plans, and all ranks go from candidate to
+taken, and said. Never guess. What was deleted behind the reader, for a floor has risen, is not
+damage: the tiers are read anew. In a group rank 0 plans, and all ranks go from candidate to
 candidate together.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from adacheck_store.format.errors import (
@@ -33,6 +35,9 @@ T = TypeVar("T")
 REASONS_MAX = 20
 """Damaged records named when steps were lost to them."""
 
+ANEW_MAX = 16
+"""How often the tiers are read anew for what was deleted behind a reader."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome(Generic[T]):
@@ -50,9 +55,10 @@ class _Planner:
 
     def __init__(
         self, catalog: Catalog, step: int | None, term: str, near: Nearness = NOWHERE,
-        ceiling: Ceiling | None = None,
+        ceiling: Ceiling | None = None, read: Callable[[], Catalog] | None = None,
     ) -> None:  # fmt: skip
         self._catalog, self._ceiling = catalog, ceiling
+        self._read, self._anew, self._left_out = read, 0, set[tuple[str, str]]()
         self._step, self._term, self._near = step, term, near
         self._newest = -1
         self._reasons: list[str] = []
@@ -74,7 +80,11 @@ class _Planner:
         )
 
     def learn(self, plan: RestorePlan, harms: Sequence[Mapping[str, Any]]) -> None:
-        """Leave out what a rank could not use of a plan."""
+        """Leave out what a rank could not use of a plan, unless it was deleted meanwhile."""
+        lost = {(tier, key) for harm in harms for tier, key in harm.get("lost", ())}
+        if lost and self._look_anew(lost):
+            return
+        self._left_out |= lost
         for harm in harms:
             if not harm:
                 continue
@@ -83,6 +93,22 @@ class _Planner:
                 self._catalog = _end_chain(self._catalog, plan, harm["last_match"])
             else:
                 self._catalog = self._catalog.without(map(tuple, harm["lost"]))
+
+    def _look_anew(self, lost: Collection[tuple[str, str]]) -> bool:
+        """Read the tiers again; whether records that could not be used are no longer there."""
+        if self._read is None or self._anew >= ANEW_MAX:
+            return False
+        fresh = self._read()
+        held = {(tier, ref.key) for table in (fresh.bases, fresh.deltas, fresh.extras)
+                for refs in table.values() for ref in refs for tier in ref.tiers}  # fmt: skip
+        held |= {(trouble.tier, trouble.key) for trouble in fresh.troubles}
+        gone = sorted(key for _, key in set(lost) - held)
+        if not gone or fresh.empty:
+            return False
+        self._anew += 1
+        self._reasons.append(f"planned anew: {gone[0]} was deleted while this read it")
+        self._catalog = fresh.without(self._left_out)
+        return True
 
     def refuse(self, plan: RestorePlan, why: str) -> None:
         """Take another step than the plan's."""
@@ -100,16 +126,20 @@ def carry_out(
 ) -> Outcome[T]:  # fmt: skip
     """Plan, and do ``work``; where it meets damage, again with the newest step left without it.
 
+    Without a ``catalog``, which who gives it holds against deletion, the tiers are read here, and
+    anew where a record was deleted behind the reader.
     ``work`` is done once for every plan tried: it must begin anew each time. In a group rank 0
     plans, all do their work, and all go on to the next plan or return. ``near`` see
     `recovery.nearer`; no step above ``ceiling`` is planned.
     Raises `RestoreError`, `NotProvableError`, or what made every candidate fail.
     """
+    read: Callable[[], Catalog] | None = None
     if group.rank != 0:
         catalog = Catalog(run=run)
     elif catalog is None:
-        catalog = read_catalog(tiers, run)
-    planner = _Planner(catalog, step, term, near, ceiling)
+        read = partial(read_catalog, tiers, run)
+        catalog = read()
+    planner = _Planner(catalog, step, term, near, ceiling, read)
 
     while True:
         plan = lead(group, "plan", planner.plan, encode=encode_plan, decode=decode_plan)

@@ -12,7 +12,7 @@ from adacheck_store.tiers.base import Tier
 from .config import Settings
 from .drift import CapturedBases
 from .group import Group
-from .retention import FloorChoice, floor_of, raise_floor
+from .retention import FloorChoice, bury, floor_of, raise_floor
 from .store import Store
 from .tail import Progress
 from .terms import Rivals, check_fence, put_floor
@@ -128,5 +128,5 @@ class Pruner:
         now = time.monotonic()
         due = [grave for grave in self._graves if grave[1] is tier and grave[0] <= now]
         for grave in due:
-            tier.delete(grave[2])
+            bury(tier, self._run, grave[2])
             self._graves.remove(grave)

@@ -273,6 +273,16 @@ def below(keys: Iterable[str], entries: Sequence[Entry]) -> list[str]:
     return doomed
 
 
+def bury(tier: Tier, run: str, doomed: Iterable[str]) -> list[str]:
+    """Delete what a floor allowed before the grace period, as far as the log allows it still.
+
+    Returns what that was: the floor may have been taken back, or not be readable any more.
+    """
+    going = below(doomed, read_log(tier, run))
+    tier.delete(going)
+    return going
+
+
 def tier_catalog(tier: Tier, run: str) -> Catalog:
     """The catalog of one tier alone; raises the tier's own trouble, or that of a record that could
     not be read: what may go is not decided without it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -212,12 +213,15 @@ def remove_tag(tier: Tier, run: str, name: str) -> list[Tag]:
 
 def newer_claims(tier: Tier, run: str, term: Term) -> dict[str, float]:
     """Terms claimed in a tier's log with a greater number, and when their owners last gave a sign
-    of life, by the store's clock (0.0 in a tier that keeps no time)."""
+    of life, by the store's clock (0.0 in a tier that keeps no time).
+
+    One whose time is not told, for it is being written at this moment, gives a sign now (inf)."""
     newer = _newer(read_log(tier, run), term)
+    keeps = isinstance(tier, ZarrTier)
     times = tier.times(f"{run}/log/") if newer and isinstance(tier, ZarrTier) else {}
     found: dict[str, float] = {}
     for claim in newer:
-        at = times.get(str(log_key(run, claim.index)), 0.0)
+        at = times.get(str(log_key(run, claim.index)), math.inf if keeps else 0.0)
         found[claim.term] = max(at, found.get(claim.term, 0.0))
     return found
 

@@ -1,11 +1,16 @@
-"""Checks of every record of a run in one tier: head, key, body, layout, manifest, blocks."""
+"""Checks of every record of a run in one tier: head, key, body, layout, manifest, blocks.
+
+Blocks are read ahead, of several records at a time; findings come in the order of keys.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections import deque
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from adacheck_store.ahead import Ahead
 from adacheck_store.format.bodies import (
     DeltaBody,
     decode_base,
@@ -15,30 +20,22 @@ from adacheck_store.format.bodies import (
     set_array,
 )
 from adacheck_store.format.check import check_base, check_delta
-from adacheck_store.format.dtypes import item_bytes
 from adacheck_store.format.errors import (
     AdaCheckError,
     FormatError,
     RecordNotFoundError,
     UnsupportedError,
 )
-from adacheck_store.format.head import ArrayInfo, Head, SealedHead, check_key
-from adacheck_store.format.ids import BLOCK_BYTES
+from adacheck_store.format.head import Head, SealedHead, check_key
 from adacheck_store.format.keys import Key, layout_key, parse_key
 from adacheck_store.format.layout import ALIGN, Layout, decode_layout
 from adacheck_store.format.manifest import Floor, Manifest, decode_log, decode_manifest
-from adacheck_store.format.record import block_nbytes, verify_block
 from adacheck_store.optimizers import check_groups
 from adacheck_store.tiers.base import Tier
 
 from .findings import Finding, finding, of_error, of_tier
+from .fsck_blocks import BlockCheck, Pieces, Run
 from .rows import Progress
-
-_FINDINGS_PER_RECORD = 3
-"""Damaged blocks named of one record; the others are counted."""
-
-Pieces = dict[str, list[tuple[int, int]]]
-"""Array -> the element ranges that are in use."""
 
 
 class Layouts:
@@ -69,7 +66,7 @@ class Layouts:
 
 @dataclass(slots=True)
 class RecordCheck:
-    """Reads all of a run in a tier, once and in order; holds one run of blocks at a time.
+    """Reads all of a run in a tier, once and in order; holds a few runs of blocks at a time.
 
     After `findings`, ``lost`` has the keys whose blocks or bodies are wrong (their heads may be
     right), ``bad`` those and all others that cannot be used. ``wrong`` has of those of ``lost`` in
@@ -90,6 +87,7 @@ class RecordCheck:
     _named: set[str] = field(default_factory=set)
     _floors: list[Floor] = field(default_factory=list)
     _below: int = 0
+    _unfit: set[str] = field(default_factory=set)
 
     @property
     def name(self) -> str:
@@ -98,17 +96,53 @@ class RecordCheck:
 
     def findings(self) -> Iterator[Finding]:
         """Every finding, in the order of keys (layouts, the log and manifests come first)."""
-        try:
-            for text in self.tier.list(f"{self.run}/"):
-                yield from self._record(parse_key(text))
-        except AdaCheckError as error:
-            yield of_tier(error, self.name)
+        waiting: deque[tuple[str, Finding | Run]] = deque()
+        with Ahead(self.tier.traits.parallel) as ahead:
+            blocks = BlockCheck(self.tier, ahead)
+            for item in self._items(blocks):
+                waiting.append(item)
+                while len(waiting) > ahead.threads + 1:
+                    yield from self._settled(blocks, *waiting.popleft())
+            while waiting:
+                yield from self._settled(blocks, *waiting.popleft())
+        for text in self._unfit:
+            self.wrong.pop(text, None)
         if self._below:
             yield finding("below-floor", f"{self._below} records below the tier's floor",
                           tier=self.name, run=self.run)  # fmt: skip
         yield from self._unnamed()
 
-    def _record(self, key: Key) -> Iterator[Finding]:
+    def _items(self, blocks: BlockCheck) -> Iterator[tuple[str, Finding | Run]]:
+        """Findings, and blocks that are on their way, with the key of the record they are of (empty
+        for one without a head, which no plan has)."""
+        try:
+            for text in self.tier.list(f"{self.run}/"):
+                yield from self._record(parse_key(text), blocks)
+        except AdaCheckError as error:
+            yield "", of_tier(error, self.name)
+
+    def _settled(self, blocks: BlockCheck, text: str, item: Finding | Run) -> Iterator[Finding]:
+        """What an item amounts to, noted."""
+        if isinstance(item, Finding):
+            self._note(text, item)
+            yield item
+            return
+        for found in blocks.findings(item):
+            self._note(text, found)
+            yield found
+        if item.content.wrong:
+            self.wrong[text] = item.content.wrong
+        self.done_bytes += item.nbytes
+        self.progress(f"{self.run} in {self.name}", self.done_bytes, self.total_bytes)
+
+    def _note(self, text: str, found: Finding) -> None:
+        if text and found.severity == "damage" and found.kind not in ("layout-missing", "padding"):
+            self.lost.add(text)
+            self.bad.add(text)
+            if found.kind != "block":
+                self._unfit.add(text)
+
+    def _record(self, key: Key, blocks: BlockCheck) -> Iterator[tuple[str, Finding | Run]]:
         text = str(key)
         try:
             sealed = self.tier.head(text)
@@ -117,25 +151,20 @@ class RecordCheck:
             return  # deleted since it was listed
         except AdaCheckError as error:
             self.bad.add(text)
-            yield of_error(error, self.name, text)
+            yield "", of_error(error, self.name, text)
             return
         if key.kind in ("base", "delta", "extra") and self._is_below(key):
             self._below += 1
             return
-        whole = True
-        for found in self._contents(key, sealed):
-            if found.severity == "damage" and found.kind not in ("layout-missing", "padding"):
-                self.lost.add(text)
-                self.bad.add(text)
-                whole = whole and found.kind == "block"
-            yield found
-        if not whole:
-            self.wrong.pop(text, None)
+        for item in self._contents(key, sealed, blocks):
+            yield text, item
 
     def _is_below(self, key: Key) -> bool:
         return any(floor.covers(key.term, key.kind, key.step) for floor in self._floors)
 
-    def _contents(self, key: Key, sealed: SealedHead) -> Iterator[Finding]:
+    def _contents(
+        self, key: Key, sealed: SealedHead, blocks: BlockCheck
+    ) -> Iterator[Finding | Run]:
         head, text = sealed.head, str(key)
         try:
             match head.kind:
@@ -152,12 +181,12 @@ class RecordCheck:
                 case "extra":
                     yield from self._extra_refs(key, head)
                     yield from self._documents(head, text)
-                    yield from self._blocks(text, head, None)
+                    yield from blocks.begin(text, head, None)
                 case _:
                     pieces, found = self._fits(head, text)
                     yield from found
                     yield from self._documents(head, text)
-                    yield from self._blocks(text, head, pieces)
+                    yield from blocks.begin(text, head, pieces)
         except FormatError as error:
             yield of_error(error, self.name, text, "body")
         except RecordNotFoundError:
@@ -234,53 +263,6 @@ class RecordCheck:
             if what:
                 yield finding("extra-ref", what, tier=self.name, key=str(key))
 
-    def _blocks(self, key: str, head: Head, pieces: Pieces | None) -> Iterator[Finding]:
-        """Every block's digest; padding and absent state are zeros."""
-        wrong = 0
-        for info in head.arrays:
-            unused = _unused(info, pieces.get(info.name, [])) if pieces is not None else []
-            for index in range(len(info.digests)):
-                try:
-                    data = memoryview(self.tier.read(key, info.name, index, 1))
-                    verify_block(info, index, data)
-                except AdaCheckError as error:
-                    wrong += 1
-                    self.wrong.setdefault(key, set()).add((info.name, index))
-                    if wrong <= _FINDINGS_PER_RECORD:
-                        yield self._wrong_block(error, key, info, index)
-                    continue
-                finally:
-                    self.done_bytes += block_nbytes(info, index)
-                    self.progress(f"{self.run} in {self.name}", self.done_bytes, self.total_bytes)
-                unused = yield from self._zeros(key, info, index, data, unused)
-        if wrong > _FINDINGS_PER_RECORD:
-            yield finding("block", f"{wrong} blocks are wrong in all", tier=self.name, key=key)
-
-    def _wrong_block(self, error: AdaCheckError, key: str, info: ArrayInfo, index: int) -> Finding:
-        at = index * BLOCK_BYTES
-        what = f"{error.message} (array {info.name}, bytes {at}..{at + block_nbytes(info, index)})"
-        path = str(error.place.get("path", "") or getattr(self.tier, "path", ""))
-        found = of_error(error, self.name, key, "block")
-        if found.kind == "tier-unread":
-            return found
-        return finding("block", what, tier=self.name, key=key, path=path)
-
-    def _zeros(
-        self, key: str, info: ArrayInfo, index: int, data: memoryview,
-        unused: list[tuple[int, int]],
-    ) -> Generator[Finding, None, list[tuple[int, int]]]:  # fmt: skip
-        """Look at the unused bytes within a block; returns those that reach beyond it."""
-        low, high = index * BLOCK_BYTES, index * BLOCK_BYTES + len(data)
-        while unused and unused[0][0] < high:
-            start, stop = max(unused[0][0], low), min(unused[0][1], high)
-            if any(data[start - low : stop - low]):
-                yield finding("padding", f"bytes {start}..{stop} of {info.name} are not zero",
-                              tier=self.name, key=key)  # fmt: skip
-            if unused[0][1] > high:
-                break
-            unused = unused[1:]
-        return unused
-
     def _unnamed(self) -> Iterator[Finding]:
         for identity, manifest in self._manifests.items():
             if identity not in self._named:
@@ -295,7 +277,7 @@ class RecordCheck:
 
 def _delta_pieces(body: DeltaBody, layout: Layout) -> Pieces:
     sections = {section.name: section for section in layout.sections}
-    pieces: Pieces = {}
+    pieces: dict[str, list[tuple[int, int]]] = {}
     for number, update in enumerate(body.updates):
         for grad in update.grads:
             size = sections[grad.section].slices[grad.slice].elements
@@ -317,13 +299,3 @@ def _loose(pieces: Pieces) -> str:
                 return f"{start - end} unused elements before element {start} of {name}"
             end = stop
     return ""
-
-
-def _unused(info: ArrayInfo, used: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Byte ranges of an array outside the ranges in use."""
-    size, end, found = item_bytes(info.dtype), 0, []
-    for start, stop in [*used, (info.elements, info.elements)]:
-        if start > end:
-            found.append((end * size, start * size))
-        end = max(end, stop)
-    return found

@@ -244,8 +244,8 @@ class _RunGc:
         if not isinstance(tier, ZarrTier):
             return
         keys = {str(log_key(self._run, floor.index)) for floor in _floors(entries)}
-        times = tier.times(f"{self._run}/log/")
-        since = max((at for key, at in times.items() if key in keys), default=0.0)
+        times, now = tier.times(f"{self._run}/log/"), tier.objects.now()
+        since = max((times.get(key, now) for key in keys), default=0.0)
         while (left := since + self._ages.grace_s - tier.objects.now()) > 0:
             total = int(self._ages.grace_s)
             self._progress("waiting for readers of what goes", total - int(left), total)

@@ -128,10 +128,12 @@ class Prunes:
         )  # fmt: skip
 
     def _bury(self) -> None:
+        from adacheck_store.retention import bury  # brings torch; see `Shell.replay`
+
         now = time.monotonic()
         for grave in [grave for grave in self._graves if grave[0] <= now]:
             _, place, keys = grave
-            self._shell.places[place].delete(keys)
+            gone = bury(self._shell.places[place], self._shell.run, keys)
             self._graves.remove(grave)
             if place == LMDB:
-                self._shell.tell(ev.Lost(LMDB, tuple(keys)))
+                self._shell.tell(ev.Lost(LMDB, tuple(gone)))
