@@ -23,6 +23,7 @@ from adacheck_store.agent.start import find_agent
 from adacheck_store.session import RunSession
 from adacheck_store.tiers.pool import Peer
 from tests.agent.trainer import MEMORY, RUN, open_session
+from tests.forked import Forked
 from tests.waits import WAIT_S, until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,7 +47,7 @@ class Node:
         self.url = f"file://{folder}/store"
         self.store = folder / "store"
         self.port = free_port()
-        self.processes: list[subprocess.Popen[str]] = []
+        self.processes: list[subprocess.Popen[str] | Forked] = []
         self.prefix: list[str] = []
         """Words before a command that make it run on the node."""
 
@@ -72,9 +73,18 @@ class Node:
         self.processes.append(process)
         return process
 
-    def agent(self, *options: str, fail: str = "") -> subprocess.Popen[str]:
-        """Start an agent by hand, reached at the node's port; returns when it answers."""
-        process = self.run(
+    def fork(self, *words: str, fail: str = "") -> Forked:
+        """The same in a fork, which is sooner there; not on a node of a network of its own."""
+        process = Forked(words, self.env | ({"ADACHECK_FAILPOINT": fail} if fail else {}))
+        self.processes.append(process)
+        return process
+
+    def agent(self, *options: str, fail: str = "", program: bool = False) -> Any:
+        """Start an agent by hand, reached at the node's port; returns when it answers.
+
+        ``program``: of its own, and not a fork, which shares pages of memory.
+        """
+        process = (self.run if program or self.prefix else self.fork)(
             "adacheck_store", "agent", self.url, "--run", RUN, "--node", self.name,
             "--memory", str(MEMORY), "--listen", f"127.0.0.1:{self.port}", "--domain", self.name,
             *options, fail=fail,
@@ -143,7 +153,7 @@ class Trainer:
     """A trainer's process, and what it has said."""
 
     def __init__(self, node: Node, steps: int, **how: Any) -> None:
-        self.process = node.run("tests.agent.trainer", node.url, str(steps), json.dumps(how))
+        self.process = node.fork("tests.agent.trainer", node.url, str(steps), json.dumps(how))
         self.ready = int(self._line("ready").split()[1])
         self.stored = self.ready
 

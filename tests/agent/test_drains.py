@@ -32,10 +32,10 @@ def test_far_tier_that_fails_and_one_that_hangs(here: Node, tmp_path: Path) -> N
         pause = far(here)["pause_s"]
         if pause and pause not in pauses:
             pauses.append(pause)
-        return len(pauses) >= 3
+        return len(pauses) >= 2
 
-    until(apart, "three pauses")
-    assert pauses == [1.0, 2.0, 4.0]
+    until(apart, "two pauses")
+    assert pauses == [1.0, 2.0]
     assert "drain-far" in here.status()["errors"]
     fails.unlink()
     until(lambda: far(here)["pause_s"] == 0.0 and not here.status()["errors"], "it works again")

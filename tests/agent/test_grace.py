@@ -24,7 +24,7 @@ main()
 def test_far_tier_that_hangs_is_left_within_the_grace(here: Node, tmp_path) -> None:
     agent = subprocess.Popen(
         [sys.executable, "-c", HANGING, str(tmp_path / "hang"), "agent", here.url, "--run", RUN,
-         "--node", here.name, "--grace", "8"],
+         "--node", here.name, "--grace", "4"],
         env=here.env, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     here.processes.append(agent)
@@ -33,10 +33,11 @@ def test_far_tier_that_hangs_is_left_within_the_grace(here: Node, tmp_path) -> N
     (tmp_path / "hang").touch()
     trainer.reach(20)
     trainer.kill()
+    until(lambda: not here.status()["drains"]["lmdb"]["waiting_records"], "all is in the LMDB")
     before = time.monotonic()
     agent.terminate()
     assert agent.wait(60) == 3
-    assert time.monotonic() - before <= 8.0
+    assert time.monotonic() - before <= 8.0  # four, and what a busy machine takes to end
     assert "records undrained" in agent.stdout.read()
     with open_store(here.url) as store:  # what the node's disk has is there
         assert restore_state(store.tiers, RUN).step == 20

@@ -35,7 +35,7 @@ def test_far_tier_that_hangs_and_a_disk_that_is_full(here: Node, tmp_path: Path)
     """Memory, then the disk; without either the watermark frees what it can, and steps go on."""
     hangs, full = tmp_path / "hangs", tmp_path / "full"
     hangs.touch()
-    here.agent(fail=f"local.rename.before=hang@{hangs},{FULL.format(full)}")
+    here.agent(fail=f"local.rename.before=hang@{hangs},{FULL.format(full)}", program=True)
     flood = Flood(here, ELEMENTS)
     with watched(here.pid()) as watch:
         flood.steps(20)
@@ -69,7 +69,7 @@ def test_peer_that_is_stopped_and_a_disk_that_is_full(
     full = tmp_path / "full"
     room = ELEMENTS * (2 * 12 + 4 * (SETTINGS.window + BEYOND_WINDOW)) + MEBI
     limit = memory_for(room)  # just what is reserved: some ten deltas fill it
-    here.agent("--memory", str(limit), fail=FULL.format(full))
+    here.agent("--memory", str(limit), fail=FULL.format(full), program=True)
     flood = Flood(here, ELEMENTS, two(here, other))
     flood.steps(10)
     folded(here)

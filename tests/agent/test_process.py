@@ -170,18 +170,18 @@ def test_what_killed_agents_leave_is_reclaimed_at_start_and_nothing_else(here: N
 def test_idle_agent_ends_when_all_is_drained(here: Node, tmp_path: Path) -> None:
     hangs = tmp_path / "hangs"
     hangs.touch()
-    agent = here.agent("--idle-s", "2", fail=f"local.rename.before=hang@{hangs}")
+    agent = here.agent("--idle-s", "1", fail=f"local.rename.before=hang@{hangs}")
     place = places.place_of(here.url, RUN, "a")
     peer = Peer(place.socket, run=RUN)
     peer.call("who")  # connected, so that the agent waits until the trainer is there
     trainer = Trainer(here, 10)
     peer.close()
     trainer.reach(10)
-    time.sleep(2.5)
+    time.sleep(1.5)
     assert here.pid() == agent.pid  # the trainer is silent, and there
     trainer.kill()
     until(lambda: not here.status()["trainers"], "it is gone")
-    time.sleep(2.5)
+    time.sleep(1.5)
     assert here.pid() == agent.pid  # idle, and not all is drained
     hangs.unlink()
     assert agent.wait(60) == 0

@@ -71,7 +71,7 @@ class Trainer:
         for node in self.nodes:
             node.runtime.mkdir(mode=0o700)
             credentials.write(str(node.runtime / "keys"), key)
-            node.agent("--memory", f"{memory}M")
+            node.agent("--memory", f"{memory}M", program=True)
         self.keys = key
 
     def build(self) -> None:

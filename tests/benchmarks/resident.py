@@ -99,7 +99,7 @@ def rows(steps: int = 10_000, elements: int = 1 << 14) -> Iterator[Row]:
         try:
             with pytest.MonkeyPatch.context() as patch:
                 node.here(patch)
-                node.agent()
+                node.agent(program=True)
                 yield from _through(node, steps, elements)
         finally:
             node.end()

@@ -18,7 +18,7 @@ from adacheck_store.tiers.wrappers import FaultyTier, WrapperTier
 from tests.core.kit import QUICK, Journal, KeptTier, begin, make_toy, session_on, train
 from tests.core.rig import Rig, small_blocks
 
-WAIT_S = 30.0
+WAIT_S = 120.0
 
 
 class Flipping(WrapperTier):

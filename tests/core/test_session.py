@@ -48,7 +48,7 @@ from tests.core.kit import (
 )
 from tests.core.toy import Toy
 
-WAIT_S = 30.0
+WAIT_S = 120.0
 KEEP = dataclasses.replace(QUICK, keep_bases=100)
 """Nothing is pruned."""
 
@@ -826,7 +826,7 @@ def test_flush_says_what_keeps_it() -> None:
         with pytest.raises(TierUnavailableError, match="away"):
             session.flush(timeout_s)
     session.flush(WAIT_S, far=False)
-    assert time.monotonic() - before < 5
+    assert time.monotonic() - before < 20
     assert "away" in session.status().last_error
     far.fault = lambda keys: None
     session.flush(WAIT_S)
@@ -863,7 +863,7 @@ def test_a_hanging_far_tier_does_not_hold_up_close_for_ever(
         session.flush(0.2)
     before = time.monotonic()
     session.close()
-    assert time.monotonic() - before < 3
+    assert time.monotonic() - before < 20
     far.gate.set()
     done = restore_state([near], "run")
     assert done.step == 12
@@ -960,7 +960,7 @@ def test_a_step_given_up_behind_the_base_that_closes_a_gap_opens_the_next() -> N
     near.gate.clear()
     before = time.monotonic()
     train(session, toy, journal, 4)  # 5 is the base, 6 waits behind it, 7 and 8 are given up
-    assert time.monotonic() - before < 1.0
+    assert time.monotonic() - before < 20
     near.gate.set()
     settle(session)
     assert session.status().exposed

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import os
 import re
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from click.testing import CliRunner
 import adacheck_store
 from adacheck_store.cli import main
 from tests.docs.pages import LANGUAGES, PAGES, ROOT, blocks, without_code
+from tests.forked import run
 
 STORE = "/data/ckpt"
 """The store in the examples."""
@@ -127,11 +127,11 @@ def test_python_of_the_other_pages_runs(tmp_path: Path) -> None:
 
 
 def run_python(code: str, folder: Path) -> None:
-    """Run a program in a folder."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run(
-        [sys.executable, "-c", code], cwd=folder, env=environment, check=True, timeout=200
-    )
+    """Run a program in a folder, in a process of its own."""
+    file = folder / "block.py"
+    file.write_text(code)
+    ended, said = run([str(file)])
+    assert ended == 0, said
 
 
 def test_generated_pages_are_current() -> None:

@@ -47,14 +47,19 @@ def _often(name: str) -> bool:
 
 @pytest.mark.parametrize(
     ("name", "count"),
-    [(name, 1) for name in POINTS] + [(name, 9) for name in POINTS if _often(name)],
+    [(name, 1) for name in POINTS]
+    + [
+        pytest.param(name, 9, marks=[pytest.mark.slow] if name.endswith("after") else [])
+        for name in POINTS
+        if _often(name)
+    ],
 )
 def test_killed_at(tmp_path, reference, name, count):
     """SIGKILL there; fsck finds no damage; the run goes on and ends bit-equal."""
     store = (tmp_path / "store").as_uri()
-    # What is passed seldom is passed while tiers keep up with training, which has 30 quick steps.
-    pause_s = 0.0 if _often(name) else 0.02
-    worker = Worker(tmp_path / "w", store, failpoint=f"{name}:{count}", pause_s=pause_s)
+    # What is passed seldom is passed while the far tier keeps up with training.
+    keeps_up = {} if _often(name) else {"flush_every": 3}
+    worker = Worker(tmp_path / "w", store, failpoint=f"{name}:{count}", **keeps_up)
     assert worker.wait() == -signal.SIGKILL, f"{name} was not reached {count} times"
     check_against(reference, worker)
     if (tmp_path / "store" / "objects" / "adacheck.json").exists():
@@ -66,7 +71,7 @@ def test_killed_at(tmp_path, reference, name, count):
 def test_failing_at(tmp_path, reference, name):
     """The disk is full once, there: training is not stopped and nothing wrong is restored."""
     store = (tmp_path / "store").as_uri()
-    worker = Worker(tmp_path / "w", store, fails=f"{name}:3=raise", pause_s=0.01)
+    worker = Worker(tmp_path / "w", store, fails=f"{name}:3=raise", flush_every=3)
     assert worker.wait() == 0
     check_against(reference, worker)
     assert worker.last_step() == STEPS

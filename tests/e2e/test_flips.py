@@ -27,9 +27,8 @@ def written(tmp_path_factory):
     """A store as a killed run leaves it, and the last step that was finished."""
     folder = tmp_path_factory.mktemp("written")
     store = folder / "store"
-    worker = Worker(folder / "w", store.as_uri(), pause_s=0.02, **SMALL)
-    while worker.last_step() < 14:
-        pass
+    worker = Worker(folder / "w", store.as_uri(), hold=14, **SMALL)
+    worker.until(14)
     worker.kill()
     again = Worker(folder / "w", store.as_uri(), inspect=True, **SMALL)
     assert again.wait() == 0  # so that both tiers have bases

@@ -1,12 +1,10 @@
 """gc and tags beside a run that trains, dies and goes on: it never notices, and nothing is lost."""
 
 import shutil
-import time
 
 import pytest
 
 from adacheck_store.cli_kit import open_url
-from adacheck_store.format.errors import RestoreError
 from adacheck_store.policy import Retention
 from adacheck_store.tools import tag
 from adacheck_store.tools.findings import DAMAGE, Finding
@@ -17,6 +15,7 @@ from tests.e2e.worker import STEPS, Worker, check_against
 pytestmark = pytest.mark.fault
 
 RULES = Retention(last=1, every=12)
+TAGGED = 8
 
 
 def collect(url):
@@ -32,45 +31,40 @@ def damage(url):
         return [row for row in fsck(store) if isinstance(row, Finding) and row.severity == DAMAGE]
 
 
-def beside(url, worker, until):
-    """Collect and tag as long as a worker runs, or until it has made a step; floors seen."""
-    floors = set()
-    while worker.last_step() < 1:
-        assert worker.process.is_alive()
-        time.sleep(0.05)
-    while worker.process.is_alive() and worker.last_step() < until:
-        try:
-            for row in collect(url):
-                if row.applied:
-                    floors.add((row.step, tuple(row.kept)))
-            with open_url(url, None) as store:
-                if worker.last_step() > 8 and not list(tag.tags(store)):
-                    tag.add(store, "early", step=8)
-        except RestoreError:  # the term has not begun yet
-            continue
-    return floors
+def beside(url, worker, steps, floors, wanted):
+    """Collect and tag beside each two of some steps, and on until so many floors were seen."""
+    for step in steps:
+        worker.until(step)
+        worker.gate.open(step + 2)
+        floors.update((row.step, tuple(row.kept)) for row in collect(url) if row.applied)
+        with open_url(url, None) as store:
+            if worker.last_step() > TAGGED and not list(tag.tags(store)):
+                tag.add(store, "early", step=TAGGED)
+    worker.until(steps[-1] + 2)
+    while len(floors) < wanted:  # as soon as what it has done has been drained
+        floors.update((row.step, tuple(row.kept)) for row in collect(url) if row.applied)
 
 
 def test_gc_beside_a_run_that_trains_and_dies(tmp_path, reference):
     """Floors rise under it by the command alone; killed and gone on, it ends like the reference."""
     url = (tmp_path / "store").as_uri()
-    first = Worker(tmp_path / "a", url, pause_s=0.1, given={"keep": 100})
-    floors = beside(url, first, 20)
-    assert first.process.is_alive()
+    floors = set()
+    first = Worker(tmp_path / "a", url, hold=2, given={"keep": 100})
+    beside(url, first, range(2, 20, 2), floors, 1)
     first.kill()
     check_against(reference, first)
     assert not damage(url)
-    second = Worker(tmp_path / "b", url, pause_s=0.1, given={"keep": 100})
-    floors |= beside(url, second, STEPS)
+    second = Worker(tmp_path / "b", url, hold=22, given={"keep": 100})
+    beside(url, second, range(22, STEPS, 2), floors, 2)
+    second.gate.open()
     assert second.wait() == 0
     check_against(reference, second)
     assert second.row("restored")["restored"] >= first.last_step() - 3
-    assert len(floors) > 1
     collect(url)
     assert not damage(url)
     with open_url(url, None) as store:
         (row,) = tag.tags(store)
-        assert (row.step, row.base, row.on_line) == (8, True, True)
+        assert (row.step, row.base, row.on_line) == (TAGGED, True, True)
     shutil.rmtree(tmp_path / "store" / "lmdb")
     lost = Worker(tmp_path / "c", url, inspect=True)
     assert lost.wait() == 0

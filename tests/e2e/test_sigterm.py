@@ -13,36 +13,32 @@ from adacheck_store.format.errors import UsageError
 from tests.core.test_hanging import write_lock_held
 from tests.e2e.worker import Worker, check_against
 from tests.hooks.helpers import adamw, mlp, new_url, train
+from tests.waits import until
 
 pytestmark = pytest.mark.fault
+
+BUSY_S = 8.0
+"""A grace of four seconds, and what a busy machine takes to end a process."""
 
 FAR_OFF = 10_000
 """A lag at which nothing is drained unless something asks for it."""
 
 
-def until(worker, found):
-    """Wait for something in a worker's journal."""
-    deadline = time.monotonic() + 60
-    while not found():
-        assert worker.process.is_alive(), worker.rows()
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 def terminate(worker):
-    """SIGTERM; how long it took to end, and the exit code."""
+    """SIGTERM to a worker that waits in a step; how long it took to end, and the exit code."""
     before = time.monotonic()
     os.kill(worker.process.pid, signal.SIGTERM)
+    worker.gate.open()
     code = worker.wait(120)
     return time.monotonic() - before, code
 
 
 def start(tmp_path, **options):
-    """A worker that trains slowly, and drains nothing by itself."""
+    """A worker that drains nothing by itself."""
     given = {"sigterm_grace_s": 60.0} | options.pop("given", {})
     return Worker(
         tmp_path / "w", (tmp_path / "store").as_uri(), base_every=FAR_OFF, object_lag=FAR_OFF,
-        pause_s=0.02, settled=True, given=given, hang=str(tmp_path / "hang"), **options,
+        settled=True, given=given, hang=str(tmp_path / "hang"), **options,
     )  # fmt: skip
 
 
@@ -58,8 +54,8 @@ def restored_elsewhere(tmp_path, reference):
 
 def test_every_step_is_in_the_far_tier_at_the_end(tmp_path, reference):
     """It stops at the next boundary, long before the grace is over, with the signal's code."""
-    worker = start(tmp_path, handler="notes")
-    until(worker, lambda: worker.last_step() >= 5)
+    worker = start(tmp_path, handler="notes", hold=5)
+    worker.until(5)
     took, code = terminate(worker)
     assert code == 128 + signal.SIGTERM
     assert took < 30
@@ -72,18 +68,18 @@ def test_every_step_is_in_the_far_tier_at_the_end(tmp_path, reference):
 
 def test_without_being_asked_the_signal_is_left_alone(tmp_path):
     """It dies of it at once, as any process."""
-    worker = start(tmp_path, given={"sigterm_grace_s": 0.0})
-    until(worker, lambda: worker.last_step() >= 2)
+    worker = start(tmp_path, given={"sigterm_grace_s": 0.0}, hold=2)
+    worker.until(2)
     assert terminate(worker)[1] == -signal.SIGTERM
 
 
 def test_step_that_does_not_end_is_given_up_and_the_others_are_drained(tmp_path, reference):
     """The training thread never comes back to the interpreter: a collective may not, either."""
-    worker = start(tmp_path, stuck=25, given={"sigterm_grace_s": 8.0})
-    until(worker, lambda: any("stuck" in row for row in worker.rows()))
+    worker = start(tmp_path, stuck=25, given={"sigterm_grace_s": 4.0})
+    until(lambda: any("stuck" in row for row in worker.rows()), "it is stuck")
     took, code = terminate(worker)
     assert code == 128 + signal.SIGTERM
-    assert took <= 8.0
+    assert took <= BUSY_S
     assert restored_elsewhere(tmp_path, reference) == 24
 
 
@@ -91,16 +87,16 @@ def test_step_that_does_not_end_is_given_up_and_the_others_are_drained(tmp_path,
 def test_grace_is_kept_though_a_tier_hangs(tmp_path, reference, tier):
     """LMDB's lock is in a stopped process, or a put of an object does not come back."""
     store = tmp_path / "store"
-    worker = start(tmp_path, given={"sigterm_grace_s": 8.0})
-    until(worker, lambda: worker.last_step() >= 4)
+    worker = start(tmp_path, given={"sigterm_grace_s": 4.0}, hold=4)
+    worker.until(4)
     if tier == "near":
         with write_lock_held(store):
             took, code = terminate(worker)
     else:
         (tmp_path / "hang").touch()
         took, code = terminate(worker)
-    assert (code, took <= 8.0) == (128 + signal.SIGTERM, True), took
-    assert took > 3.0, "nothing hung"
+    assert (code, took <= BUSY_S) == (128 + signal.SIGTERM, True), took
+    assert took > 2.0, "nothing hung"
     last = worker.last_step()
     again = Worker(tmp_path / "again", store.as_uri(), inspect=True)
     assert again.wait() == 0
@@ -110,8 +106,8 @@ def test_grace_is_kept_though_a_tier_hangs(tmp_path, reference, tier):
 
 def test_what_the_signal_breaks_in_the_loop_is_no_reason_to_lose_steps(tmp_path, reference):
     """SIGTERM comes to the loader's workers too, and their death is an exception in the loop."""
-    worker = start(tmp_path, handler="raises")
-    until(worker, lambda: worker.last_step() >= 3)
+    worker = start(tmp_path, handler="raises", hold=3)
+    worker.until(3)
     assert terminate(worker)[1] == 128 + signal.SIGTERM
     assert restored_elsewhere(tmp_path, reference) >= worker.last_step()
 

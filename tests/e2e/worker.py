@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 from tests.ranks.worker import _context, check_rows, digest, rows_of, step, told, writes
+from tests.waits import Gate, until
 
 STEPS = 30
 BASE_EVERY = 6
@@ -90,6 +91,7 @@ def _train(out: str, store: str, options: dict) -> None:
             if options.get("fails"):
                 failpoints.arm(options["fails"])
             for number, batch in enumerate(ckpt.batches(loader), report.step + 1):
+                options["gate"].wait(number)
                 if number > STEPS:
                     break
                 loss = step(model, optimizer, schedule, batch)
@@ -105,6 +107,8 @@ def _train(out: str, store: str, options: dict) -> None:
                 finally:  # also where the run stops
                     write(step=number, loss=loss.hex(), handled=len(handled))
                 time.sleep(options.get("pause_s", 0.0))
+                if number % options.get("flush_every", STEPS) == 0:
+                    ckpt.flush(60)
             fired = not failpoints._armed
             write(final=STEPS, digest=digest(model, optimizer, schedule), fired=fired)
             if options.get("flush", True):
@@ -128,10 +132,16 @@ def hang_while(there: Path) -> None:
 
 
 class Worker:
-    """A training process; real, so that SIGKILL is."""
+    """A training process; real, so that SIGKILL is.
+
+    ``hold``: after that step it waits, to be killed or let go on.
+    """
 
     def __init__(self, folder: Path, store: str, **options) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        self.gate = Gate(folder / "gate")
+        self.gate.open(**({"step": options["hold"]} if "hold" in options else {}))
+        options = {"gate": self.gate, **options}
         self.out = folder / "journal.jsonl"
         self.out.unlink(missing_ok=True)
         self.process = _context.Process(
@@ -144,6 +154,16 @@ class Worker:
         self.process.join(timeout_s)
         assert self.process.exitcode is not None, "the worker hangs"
         return self.process.exitcode
+
+    def until(self, number: int) -> None:
+        """Wait until it has finished a step; it is at it still, or this raises."""
+
+        def reached() -> bool:
+            found = self.last_step() >= number
+            assert self.process.is_alive(), f"ended by itself: {self.process.exitcode}"
+            return found
+
+        until(reached, f"step {number}")
 
     def kill(self) -> None:
         """SIGKILL."""

@@ -1,8 +1,6 @@
 """SIGKILL at every failpoint: afterwards each record is whole or absent, and can be put again."""
 
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,18 +11,16 @@ from adacheck_store.tiers.base import Tier
 from tests.conformance.records import fetch, same
 from tests.conformance.tiers import SUITES
 from tests.faults.crasher import puts
+from tests.forked import Forked, run
 
 pytestmark = pytest.mark.fault
 
 
 def crash(name: str, path: Path, *specs: str) -> tuple[int, list[list[str]]]:
     """Run the crasher; returns its exit status and what it said was done."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.faults.crasher", name, str(path), *specs],
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert done.returncode in (0, -signal.SIGKILL), done.stderr
-    return done.returncode, [line.split() for line in done.stdout.splitlines()]
+    code, said = run(["tests.faults.crasher", name, str(path), *specs])
+    assert code in (0, -signal.SIGKILL), said
+    return code, [line.split() for line in said.splitlines()]
 
 
 def check_survivors(name: str, tier: Tier, said: list[list[str]]) -> None:
@@ -87,16 +83,12 @@ def test_killed_at_random_moments(tmp_path: Path) -> None:
     """Kill by time, whatever it is doing."""
     for number, name in enumerate(["LmdbTier", "ZarrTier"] * 3):
         path = tmp_path / f"{name}-{number}"
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tests.faults.crasher", name, str(path)],
-            stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        assert process.stdout is not None
+        process = Forked(["tests.faults.crasher", name, str(path)])
         lines = [process.stdout.readline() for _ in range(number + 1)]
         process.kill()
         rest = process.stdout.read()
         process.stdout.close()
-        process.wait(timeout=30)
+        process.wait(30)
         said = [line.split() for line in "".join([*lines, rest]).splitlines()]
         aside = path.with_name(path.name + "-damaged-1")
         tier = SUITES[name]().make(aside if aside.exists() else path)

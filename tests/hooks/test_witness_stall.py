@@ -137,7 +137,7 @@ def test_two_threads_that_read_one_buffer_both_wait_for_it():
     threads[0].start()
     assert Mark.waited.acquire(timeout=WAIT_S)
     threads[1].start()
-    assert Mark.waited.acquire(timeout=1.0)
+    assert Mark.waited.acquire(timeout=WAIT_S)
     Mark.over.set()
     for thread in threads:
         thread.join(WAIT_S)

@@ -92,7 +92,9 @@ def run_and_restore(trained, store, before_attach, damaged: int = 0) -> list:
     """Train, kill late, and go on; the revisions before."""
     launcher, reference = trained
     given = {rank: {"keep": 100, "base_every": 12} for rank in range(2)}
-    first = launcher.start(store, given=given, before_attach=before_attach, pause_s=0.1)
+    first = launcher.start(
+        store, given=given, before_attach=before_attach, pause_s=0.1, hold=STEPS - 2
+    )
     first.until(STEPS - 2)
     first.kill(1)
     check_against(reference, first)

@@ -32,7 +32,7 @@ def killed_and_restored(tmp_path, kind: str, ranks: int, **options):
     launcher = Launcher(tmp_path, kind, ranks)
     reference = launcher.reference()
     store = tmp_path / "store"
-    first = launcher.start(store, pause_s=0.02)
+    first = launcher.start(store, hold=10)
     first.until(10)
     first.kill(ranks - 1)
     check_against(reference, first)

@@ -127,7 +127,7 @@ def test_a_damaged_witness_is_damage(tmp_path):
     """Another proof of the same step is tried: what the next term put down when it began."""
     launcher = Launcher(tmp_path, "ddp", 2)
     store = tmp_path / "store"
-    first = launcher.start(store, given=KEPT, pause_s=0.02)
+    first = launcher.start(store, given=KEPT, hold=9)
     first.until(9)
     first.kill(1)
     second = launcher.start(store, given=KEPT, inspect=True)

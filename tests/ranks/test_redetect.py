@@ -19,7 +19,7 @@ def test_another_number_of_ranks_is_another_term_and_is_looked_at_anew(tmp_path)
     launcher = Launcher(tmp_path, "ddp", 2)
     reference = launcher.reference()
     store = tmp_path / "store"
-    first = launcher.start(store, pause_s=0.02, given=KEPT)
+    first = launcher.start(store, hold=9, given=KEPT)
     first.until(9)
     first.kill(0)
     check_against(reference, first)
@@ -73,7 +73,7 @@ def test_ranks_that_have_built_different_models_are_told(tmp_path):
     launcher = Launcher(tmp_path, "unlike", 2)
     reference = launcher.reference()
     store = tmp_path / "store"
-    first = launcher.start(store, pause_s=0.02, given=KEPT)
+    first = launcher.start(store, hold=9, given=KEPT)
     first.until(9)
     first.kill(1)
     check_against(reference, first)
@@ -92,7 +92,7 @@ def test_rounded_gradients_of_all_are_rounded_on_all(tmp_path):
     whole = launcher.start(tmp_path / "whole", given=given)
     assert whole.wait() == [0, 0]
     store = tmp_path / "store"
-    first = launcher.start(store, given=given, pause_s=0.02)
+    first = launcher.start(store, given=given, hold=10)
     first.until(10)
     first.kill(0)
     second = launcher.start(store, given=given)

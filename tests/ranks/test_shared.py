@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from adacheck_store.redundancy.states import Holding, Side, states
 from adacheck_store.restore import restore_state
 from adacheck_store.store import open_store
 from adacheck_store.tools.fsck import fsck
+from tests.ranks.test_kill import drained
 from tests.ranks.worker import (
     APART_AT,
     BASE_EVERY,
@@ -35,6 +37,7 @@ from tests.ranks.worker import (
     build,
     check_against,
 )
+from tests.waits import until
 
 pytestmark = pytest.mark.fault
 
@@ -113,13 +116,19 @@ def predicted(ranks: int) -> int:
     return sum(part.step_bytes(gradient_bytes=4) for part in shares(states(held), where).parts)
 
 
+def manifests(store: Path) -> list:
+    """The manifests of a run, oldest first."""
+    with open_store(store.as_uri()) as opened:
+        found = read_catalog(opened.tiers, "e2e").manifests.values()
+    return sorted(found, key=lambda manifest: (manifest.term, manifest.step))
+
+
 def revisions(store: Path, *, damaged: int = 0) -> list:
     """The manifests of a run, oldest first; so many stretches of it cannot be proven."""
     with open_store(store.as_uri()) as opened:
-        catalog = read_catalog(opened.tiers, "e2e")
         damage = [item for item in fsck(opened, "e2e") if getattr(item, "severity", "") == "damage"]
     assert len(damage) == damaged, damage
-    return sorted(catalog.manifests.values(), key=lambda manifest: (manifest.term, manifest.step))
+    return manifests(store)
 
 
 def test_what_all_ranks_have_is_written_once(tmp_path, trained):
@@ -156,11 +165,11 @@ def test_lost_tiers_and_killed_ranks(tmp_path, trained):
     """Each rank reads what the other has written, from its LMDB, and from zarr alone."""
     launcher, reference = trained
     store = tmp_path / "store"
-    first = launcher.start(store, pause_s=0.02)
+    first = launcher.start(store, hold=9)
     first.until(9)
     first.kill(1)
     check_against(reference, first)
-    second = launcher.start(store, pause_s=0.02)
+    second = launcher.start(store, hold=13)
     second.until(13)
     second.kill(0)
     check_against(reference, second)
@@ -181,8 +190,12 @@ def test_ranks_that_cannot_see_each_others_disks(tmp_path, trained):
     launcher, reference = trained
     store = tmp_path / "store"
     apart = {rank: {"cache": str(tmp_path / f"disk-{rank}")} for rank in (0, 1)}
-    first = launcher.start(store, given=apart, pause_s=0.05)
+    first = launcher.start(store, given=apart, hold=20)
     first.until(20)
+    until(
+        lambda: all(drained(store, rank=rank, step=BASE_EVERY) for rank in (0, 1)),
+        "the first base of both is far",
+    )
     first.kill(1)
     check_against(reference, first)
     second = launcher.start(store, given=apart)
@@ -216,7 +229,7 @@ def test_switched_off_again(tmp_path, trained):
     """What was shared is read, and each rank writes all that it has from there on."""
     launcher, reference = trained
     store = tmp_path / "store"
-    first = launcher.start(store, given=KEPT)
+    first = launcher.start(store, given=KEPT, hold=13)
     first.until(13)
     first.kill(1)
     off = {rank: {"redundancy": "off"} for rank in (0, 1)}
@@ -264,7 +277,7 @@ def test_a_bit_that_flips_is_named_and_kept(tmp_path):
     launcher = Launcher(tmp_path, "flip", 3)
     reference = launcher.reference()
     store = tmp_path / "store"
-    first = launcher.start(store, pause_s=0.02)
+    first = launcher.start(store, hold=14)
     first.until(14)
     first.kill(0)
     check_against(reference, first)
@@ -288,7 +301,7 @@ def test_copies_that_part_before_the_next_look(tmp_path):
     launcher = Launcher(tmp_path, "local", 2)
     reference = launcher.reference()
     store = tmp_path / "store"
-    first = launcher.start(store, pause_s=0.02, given=KEPT)
+    first = launcher.start(store, hold=APART_AT + 2, given=KEPT)
     first.until(APART_AT + 2)
     first.kill(1)
     check_against(reference, first)
@@ -349,7 +362,14 @@ def test_copies_that_part_are_found_between_looks(tmp_path):
     reference = launcher.reference()
     store = tmp_path / "store"
     given = {rank: {"keep": 100, "base_every": 12} for rank in range(2)}
-    first = launcher.start(store, pause_s=0.2, given=given, before_attach=watch_closely)
+    first = launcher.start(store, hold=APART_AT, given=given, before_attach=watch_closely)
+    for step in range(APART_AT, STEPS - 1):  # the ranks hear of it between two of these
+        first.gate.open(step)
+        first.until(step)
+        with suppress(AssertionError):
+            until(lambda: len(manifests(store)) > 2, "what each keeps from there on", 1.0)
+            break
+    first.gate.open(STEPS - 1)
     first.until(STEPS - 1)
     first.kill(1)
     check_against(reference, first)
@@ -375,7 +395,7 @@ def test_other_ways_to_train_in_parallel(tmp_path, kind, ranks, shared):
     launcher = Launcher(tmp_path, kind, ranks)
     reference = launcher.reference()
     store = tmp_path / "store"
-    first = launcher.start(store, pause_s=0.02)
+    first = launcher.start(store, hold=10)
     first.until(10)
     first.kill(ranks - 1)
     check_against(reference, first)

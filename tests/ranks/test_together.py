@@ -22,7 +22,7 @@ def plain(tmp_path_factory):
 def killed(tmp_path, plain):
     """A store of two ranks that were killed after some steps."""
     launcher, reference = plain
-    attempt = launcher.start(tmp_path / "store", pause_s=0.02)
+    attempt = launcher.start(tmp_path / "store", hold=9)
     attempt.until(9)
     attempt.kill(1)
     check_against(reference, attempt)
@@ -128,7 +128,7 @@ def test_a_model_that_grows_on_all_ranks_at_one_step(tmp_path):
     launcher = Launcher(tmp_path, "grow", 2)
     reference = launcher.reference()
     store = tmp_path / "store"
-    first = launcher.start(store, pause_s=0.02)
+    first = launcher.start(store, hold=GROWN_AT + 5)
     first.until(GROWN_AT + 5)
     first.kill(0)
     check_against(reference, first)
@@ -147,7 +147,7 @@ def test_uneven_and_empty_shards_and_a_rank_that_lags(tmp_path):
     launcher = Launcher(tmp_path, "fsdp", 4)
     reference = launcher.reference()
     store = tmp_path / "store"
-    first = launcher.start(store, pause_s=0.02)
+    first = launcher.start(store, hold=8)
     first.until(8)
     first.kill(2)
     check_against(reference, first)

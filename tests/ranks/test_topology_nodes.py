@@ -15,12 +15,14 @@ from tests.ranks.worker import STEPS, WINDOW, Attempt, Launcher
 pytestmark = pytest.mark.fault
 
 
-def start(launcher: Launcher, nodes: dict[str, Node], kind: str, where: str) -> Attempt:
+def start(
+    launcher: Launcher, nodes: dict[str, Node], kind: str, where: str, **options: int
+) -> Attempt:  # fmt: skip
     """Ranks on nodes: rank 0 on that of the first letter, and so on."""
     use = {"agents": ada.Agents(memory=MEMORY), "run": RUN, "redundancy": "off", "k": 1}
     names = ("ADACHECK_NODE", "ADACHECK_RUNTIME", "OMP_NUM_THREADS")
     return launcher.start(
-        nodes["a"].store, ranks=len(where), kind=kind, wholes=True, pause_s=0.05,
+        nodes["a"].store, ranks=len(where), kind=kind, wholes=True, **options,
         given=dict.fromkeys(range(len(where)), use),
         envs={
             rank: {name: nodes[node].env[name] for name in names} for rank, node in enumerate(where)
@@ -36,14 +38,14 @@ def test_a_node_is_lost_between_topologies(tmp_path: Path) -> None:
     try:
         nodes["a"].agent()
         nodes["b"].agent()
-        first = start(launcher, nodes, "fsdp2", "aabb")
+        first = start(launcher, nodes, "fsdp2", "aabb", hold=7)
         first.until(7)
         first.kill()
         nodes["b"].kill()
         nodes["b"].burn_disk()
         known, last = known_of(first), first.last_step()
         nodes["c"].agent()
-        second = start(launcher, nodes, "copies", "ac")
+        second = start(launcher, nodes, "copies", "ac", hold=last + 4)
         second.until(last + 4)
         second.kill()
         assert checked(second, known, 2) >= last - (WINDOW + 1)

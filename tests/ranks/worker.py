@@ -30,7 +30,8 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(  # what making an optimizer, and sharding a model, import
     [
         "torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor",
-        "adacheck_store.trainer_hooks.attach",
+        "adacheck_store.trainer_hooks.attach", "adacheck_store.agent.process", "adacheck_store.cli",
+        "tests.conformance.tiers",
     ]
 )  # fmt: skip
 

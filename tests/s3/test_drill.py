@@ -17,6 +17,7 @@ from tests.ranks.worker import OBJECT_LAG, STEPS, WINDOW, Attempt, Launcher, che
 from tests.s3.door import S3Door
 from tests.s3.server import BUCKET, OWNER, Server, server, use
 from tests.tools.stores import cli, cli_json
+from tests.waits import until
 
 pytestmark = pytest.mark.fault
 RUN = "e2e"
@@ -102,11 +103,14 @@ def lost(
     trained: tuple[Launcher, list[dict[int, tuple[str, str]]]],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[tuple[Place, Attempt]]:
-    """A run of which only the bucket is left, at a random moment."""
+    """A run of which only the bucket is left, some moments after a random step."""
     launcher, _ = trained
     place = Place(server(), tmp_path_factory.mktemp("machines"))
-    attempt = place.start(launcher, "first", pause_s=PAUSE_S)
-    attempt.until(random.Random().randrange(14, STEPS - 4))
+    last = random.Random().randrange(14, STEPS - 4)
+    attempt = place.start(launcher, "first", pause_s=PAUSE_S, hold=last)
+    attempt.until(last)
+    at_risk = OBJECT_LAG + WINDOW + 1
+    until(lambda: last - place.newest(launcher.ranks) <= at_risk, "no more than that is at risk")
     time.sleep(random.Random().uniform(0, PAUSE_S))
     place.lose(attempt, "first")
     return place, attempt
@@ -211,14 +215,16 @@ def test_a_zombie_writes_on(
     """The lost machine was only cut off: it trains on while another restores. One line remains."""
     launcher, reference = trained
     place, file = Place(real, tmp_path), tmp_path / "beside.safetensors"
-    zombie = place.start(launcher, "zombie", pause_s=5 * PAUSE_S)
-    while zombie.alive() and place.newest(launcher.ranks) < 4:
-        time.sleep(0.05)
+    zombie = place.start(launcher, "zombie", hold=8)
+    until(lambda: place.newest(launcher.ranks) >= 4, "the bucket has four steps")
     had = place.newest(launcher.ranks)
     code, document = cli_json("restore", place.url, file)
     assert (code, zombie.alive()) == (0, True)
     assert had <= document["rows"][0]["step"] <= zombie.last_step() + WINDOW
-    second = place.start(launcher, "second", pause_s=0.02)
+    second = place.start(launcher, "second", hold=10)
+    second.until(10)
+    zombie.gate.open()  # it trains on while the other does
+    second.gate.open()
     assert second.wait() == [0] * launcher.ranks
     codes = zombie.wait()
     assert all(codes), f"the zombie should have been stopped: {codes}"
@@ -240,12 +246,12 @@ def test_restored_newer_than_s3_before_the_loss(
     """All processes die, the disk's newer steps are gone on with, then the disk dies as well."""
     launcher, reference = trained
     place = Place(real, tmp_path)
-    first = place.start(launcher, "first", pause_s=0.05)
+    first = place.start(launcher, "first", hold=9)
     first.until(9)
     first.kill()
     had = place.newest(launcher.ranks)
-    second = place.start(launcher, "first", pause_s=PAUSE_S)
-    second.until(first.last_step() + 3)
+    second = place.start(launcher, "first", hold=12)
+    second.until(12)
     place.lose(second, "first")
     restored = second.every("restored")[0]
     assert restored >= had

@@ -24,7 +24,7 @@ RUN = "run"
 PART = "p000000"
 RANK = "r000000"
 BASE_EVERY = 4
-WAIT_S = 30.0
+WAIT_S = 120.0
 SHAPES = [(3, 5), (), (17,)]
 SETTINGS = Settings(
     base_every=BASE_EVERY, object_lag=3, grace_s=0.0, stall_timeout_s=5.0, lmdb_bytes=64 << 20,
