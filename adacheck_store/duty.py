@@ -20,17 +20,19 @@ BACKOFF_S = (1.0, 30.0)
 
 
 NICE = 10
-"""By how much these threads rank behind training where processors are short."""
-
-WRITER_NICE = 5
-"""The same for the writer's: less, for at W training waits for it."""
+"""By how much these threads, and the writer's, rank behind training where processors are short."""
 
 
 def give_way(rank: int) -> None:
-    """Let the calling thread run behind others by so much (Linux alone)."""
+    """Let the calling thread run behind others by so much (Linux alone).
+
+    It does not interrupt them either when it wakes, as who waits for a socket does a hundred times
+    a second: what it has to do it does when they sleep, or for its share of the time.
+    """
     if sys.platform == "linux":  # elsewhere this would be the whole process
         thread = threading.get_native_id()
         with suppress(OSError):
+            os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
             nice = os.getpriority(os.PRIO_PROCESS, thread) + rank
             os.setpriority(os.PRIO_PROCESS, thread, min(nice, 19))
 

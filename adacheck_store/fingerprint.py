@@ -33,6 +33,14 @@ def block_sum(data: Buffer) -> int:
     return int(np.dot(words, _WEIGHTS[: len(words)])) & _MASK
 
 
+def piece_sum(data: Buffer, first: int) -> int | None:
+    """What a piece of a block adds to its sum, whole words of it from number ``first`` on.
+
+    None where there is no compiled loop: to copy the piece costs less than to sum it without.
+    """
+    return kernels.block_sum(data, first)
+
+
 def blocks_at(step: int, count: int, base_every: int) -> range:
     """Which of ``count`` blocks a delta fingerprints: all at multiples of ``base_every``."""
     if step % base_every == 0:

@@ -1,9 +1,10 @@
-/* Two loops in AVX-512, built where there is a compiler and used where they prove themselves.
+/* Three loops in AVX-512, built where there is a compiler and used where they prove themselves.
 
    adamw      torch's fused AdamW over bfloat16 gradients, to the bit, in one pass over memory
-   block_sum  the fingerprint of a block, see fingerprint.py
+   block_sum  the fingerprint of a block or a piece of one, see fingerprint.py
+   round_half float32 rounded to bfloat16, in place and to a copy, in one pass over memory
 
-   `kernels.py` holds both to torch and numpy before it lets anybody call them. */
+   `kernels.py` holds them to torch and numpy before it lets anybody call them. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -37,10 +38,11 @@ WIDE static void fold(float *param, float *first, float *second, const uint16_t 
     }
 }
 
-/* sum(w[i] * (2i + 1)) mod 2^64 over signed 32-bit words, eight at a time. */
-WIDE static uint64_t weigh(const uint8_t *data, Py_ssize_t words) {
+/* sum(w[i] * (2(i + first) + 1)) mod 2^64 over signed 32-bit words, eight at a time. */
+WIDE static uint64_t weigh(const uint8_t *data, Py_ssize_t words, Py_ssize_t first) {
     __m512i sum = _mm512_setzero_si512(), step = _mm512_set1_epi64(16);
-    __m512i weight = _mm512_set_epi64(15, 13, 11, 9, 7, 5, 3, 1);
+    __m512i weight = _mm512_add_epi64(_mm512_set1_epi64(2 * first),
+                                      _mm512_set_epi64(15, 13, 11, 9, 7, 5, 3, 1));
     Py_ssize_t i = 0;
     for (; i + 8 <= words; i += 8) {
         __m256i some = _mm256_loadu_si256((const __m256i *)(data + 4 * i));
@@ -51,9 +53,33 @@ WIDE static uint64_t weigh(const uint8_t *data, Py_ssize_t words) {
     for (; i < words; i++) {
         int32_t word;
         memcpy(&word, data + 4 * i, 4);
-        total += (uint64_t)((int64_t)word * (2 * (int64_t)i + 1));
+        total += (uint64_t)((int64_t)word * (2 * (int64_t)(i + first) + 1));
     }
     return total;
+}
+
+/* To the nearest, of two to the even one, as torch does; every NaN becomes one. */
+WIDE static __m512i rounded(__m512 value) {
+    __m512i bits = _mm512_castps_si512(value);
+    __m512i even = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    bits = _mm512_add_epi32(bits, _mm512_add_epi32(_mm512_set1_epi32(0x7fff), even));
+    __mmask16 nan = _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
+    return _mm512_mask_mov_epi32(_mm512_srli_epi32(bits, 16), nan, _mm512_set1_epi32(0x7fc0));
+}
+
+WIDE static void round_all(float *values, uint16_t *halves, Py_ssize_t count) {
+    Py_ssize_t i = 0;
+    for (; i + 16 <= count; i += 16) {
+        __m512i bits = rounded(_mm512_loadu_ps(values + i));
+        _mm512_storeu_ps(values + i, _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16)));
+        _mm256_storeu_si256((__m256i *)(halves + i), _mm512_cvtepi32_epi16(bits));
+    }
+    if (i < count) { /* masked stores are slow: at the end alone */
+        __mmask16 some = (__mmask16)((1u << (count - i)) - 1);
+        __m512i bits = rounded(_mm512_maskz_loadu_ps(some, values + i));
+        _mm512_mask_storeu_ps(values + i, some, _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16)));
+        _mm512_mask_cvtepi32_storeu_epi16(halves + i, some, bits);
+    }
 }
 
 static PyObject *adamw(PyObject *module, PyObject *args) {
@@ -76,23 +102,40 @@ static PyObject *adamw(PyObject *module, PyObject *args) {
 
 static PyObject *block_sum(PyObject *module, PyObject *args) {
     Py_buffer view;
-    if (!PyArg_ParseTuple(args, "y*", &view)) return NULL;
-    if (view.len % 4 != 0 || view.len > (Py_ssize_t)1 << 31 || !wide()) {
+    Py_ssize_t first = 0;
+    if (!PyArg_ParseTuple(args, "y*|n", &view, &first)) return NULL;
+    if (view.len % 4 != 0 || view.len > (Py_ssize_t)1 << 31 || first < 0 || first >> 29 ||
+        !wide()) {
         PyBuffer_Release(&view);
         PyErr_SetString(PyExc_ValueError, "no whole words, too many, or no AVX-512");
         return NULL;
     }
     uint64_t total;
     Py_BEGIN_ALLOW_THREADS;
-    total = weigh(view.buf, view.len / 4);
+    total = weigh(view.buf, view.len / 4, first);
     Py_END_ALLOW_THREADS;
     PyBuffer_Release(&view);
     return PyLong_FromUnsignedLongLong(total);
 }
 
+static PyObject *round_half(PyObject *module, PyObject *args) {
+    unsigned long long values, halves;
+    Py_ssize_t count;
+    if (!PyArg_ParseTuple(args, "KKn", &values, &halves, &count)) return NULL;
+    if (count < 0 || !wide()) {
+        PyErr_SetString(PyExc_ValueError, "a negative count, or no AVX-512");
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS;
+    round_all((float *)(uintptr_t)values, (uint16_t *)(uintptr_t)halves, count);
+    Py_END_ALLOW_THREADS;
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef methods[] = {
     {"adamw", adamw, METH_VARARGS, "One update, in place; addresses, elements, scalars."},
-    {"block_sum", block_sum, METH_VARARGS, "The fingerprint of whole 32-bit words."},
+    {"block_sum", block_sum, METH_VARARGS, "The fingerprint of 32-bit words; the first one's place."},
+    {"round_half", round_half, METH_VARARGS, "Round in place and to a copy; addresses, elements."},
     {NULL, NULL, 0, NULL},
 };
 

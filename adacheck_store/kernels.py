@@ -1,4 +1,4 @@
-"""Compiled loops for folding, where there are any: the same bits as torch and numpy, sooner.
+"""Compiled loops for folding and capture, where there are any: torch's and numpy's bits, sooner.
 
 `_kernels` is built at installation if a compiler is there (never at run time), and works on
 processors with AVX-512. Nothing needs it. Each loop is held to its oracle once a process before
@@ -39,7 +39,7 @@ def _compiled() -> Any:
 
 def in_use() -> bool:
     """Whether the loops are there and have proven themselves on this processor."""
-    return _adamw_is_right() and _sum_is_right()
+    return _adamw_is_right() and _sum_is_right() and rounds()
 
 
 def adamw(
@@ -83,9 +83,28 @@ def takes(cls: type, group: Mapping[str, Any]) -> bool:
     return bool(np.float32(1 - betas[0]) < 0.5) and _adamw_is_right()
 
 
-def block_sum(data: Buffer) -> int | None:
-    """The fingerprint of whole 32-bit words (see `fingerprint`); None where it cannot be had."""
-    return int(_compiled().block_sum(data)) if _sum_is_right() else None
+def block_sum(data: Buffer, first: int = 0) -> int | None:
+    """The fingerprint of whole 32-bit words (see `fingerprint`); None where it cannot be had.
+
+    Of a piece of a block, whose words begin at number ``first`` of it, what it adds to the sum.
+    """
+    return int(_compiled().block_sum(data, first)) if _sum_is_right() else None
+
+
+def round_half(values: torch.Tensor, halves: torch.Tensor) -> bool:
+    """Round float32 to bfloat16, in place and into ``halves``, both alike; False: not done.
+
+    As ``halves.copy_(values); values.copy_(halves)``, but that all NaNs become one.
+    """
+    for tensor, dtype in ((values, torch.float32), (halves, torch.bfloat16)):
+        plain = tensor.dtype == dtype and tensor.device.type == "cpu" and tensor.is_contiguous()
+        if not plain or tensor.is_neg() or tensor.shape != values.shape:
+            return False
+    if not rounds():
+        return False
+    _compiled().round_half(values.data_ptr(), halves.data_ptr(), values.numel())
+    torch.autograd.graph.increment_version(values)
+    return True
 
 
 def _numbers(seed: int, count: int) -> torch.Tensor:
@@ -118,6 +137,12 @@ def _sum_is_right() -> bool:
     return _proven(_prove_sum)
 
 
+@lru_cache(maxsize=1)
+def rounds() -> bool:
+    """Whether `round_half` is there and has proven itself."""
+    return _proven(_prove_round)
+
+
 def _prove_adamw() -> bool:
     """Hold the kernel to torch's own fused step, strange numbers included."""
     count = 64 * WIDTH
@@ -140,11 +165,28 @@ def _prove_adamw() -> bool:
 
 
 def _prove_sum() -> bool:
-    """Hold the sum to numpy's, at whole vectors and beside."""
-    for count in (0, 1, 7, 8, 4099):
+    """Hold the sum to numpy's, at whole vectors and beside, of blocks and of pieces."""
+    for count, first in ((0, 0), (1, 0), (7, 3), (8, 0), (4099, 0), (4099, 77_777)):
         words = _numbers(5, count).numpy().view(np.int32)
-        weights = 2 * np.arange(count, dtype=np.int64) + 1
+        weights = 2 * np.arange(first, first + count, dtype=np.int64) + 1
         right = int(np.dot(words.astype(np.int64), weights)) & (2**64 - 1)
-        if _compiled().block_sum(words.tobytes()) != right:
+        if _compiled().block_sum(words.tobytes(), first) != right:
+            return False
+    return True
+
+
+def _prove_round() -> bool:
+    """Hold the rounding to torch's, strange numbers and ties included; NaNs are NaNs."""
+    for count in (1, 15, 16, 4099):
+        values = _numbers(9, count)
+        values.view(torch.int32)[::3].bitwise_and_(~0xFFFF).bitwise_or_(0x8000)
+        right = values.bfloat16()
+        halves = torch.zeros_like(right)
+        _compiled().round_half(values.data_ptr(), halves.data_ptr(), count)
+        alike = (halves.view(torch.int16) == right.view(torch.int16)) | (
+            halves.isnan() & right.isnan()
+        )
+        same = torch.equal(values.view(torch.int32), halves.float().view(torch.int32))
+        if not same or not bool(alike.all()):
             return False
     return True

@@ -23,7 +23,7 @@ from adacheck_store.tiers.base import RecordSource, Tier
 
 from .boundary import Boundary, Link
 from .catalog import RecordRef, make_ref
-from .duty import WRITER_NICE, give_way
+from .duty import NICE, give_way
 
 log = logging.getLogger(__name__)
 
@@ -160,7 +160,7 @@ class Writer:
         log.warning("%s", error)
 
     def _run(self) -> None:
-        give_way(WRITER_NICE)
+        give_way(NICE)
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._queue or self._closing, timeout=1.0)

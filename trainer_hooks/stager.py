@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from adacheck_store import kernels
 from adacheck_store.arrays import torch_dtype
 from adacheck_store.format.errors import TierBusyError
 from adacheck_store.format.layout import Section
@@ -69,9 +70,10 @@ class HostBuffer(Landing):
     """Memory for one boundary in flight.
 
     ``area`` gives memory for each update's gradients; ``blocks`` are the pieces of fingerprinted
-    blocks; ``outside`` holds a view per small slot outside the optimizer. ``scratch`` keeps what
-    the encoder needs between boundaries. One side at a time owns a buffer: the training thread
-    until the boundary is handed over, then the writer until it is released.
+    blocks, of which ``sums`` are those known by now; ``outside`` holds a view per small slot
+    outside the optimizer. ``scratch`` keeps what the encoder needs between boundaries. One side at
+    a time owns a buffer: the training thread until the boundary is handed over, then the writer
+    until it is released.
     """
 
     def __init__(self, binding: Binding, policy: str, block_bytes: int, pinned: bool) -> None:
@@ -83,6 +85,7 @@ class HostBuffer(Landing):
             for number in range(len(binding.optimizers))
         ]
         self.blocks = self._zeros(block_bytes, torch.uint8)
+        self.sums: dict[int, int] = {}
         self.outside: dict[int, torch.Tensor] = {}
         for number, slot in enumerate(binding.watched):
             dtype = torch_dtype(slot.section.roles[0][1])
@@ -112,16 +115,19 @@ def shaped(flat: torch.Tensor, offset: int, shape: Sequence[int]) -> torch.Tenso
 def round_into(targets: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
     """Round CPU gradients to the targets' dtype in place, and keep them there.
 
-    A megabyte or so at a time, so that the way back finds both in the processor's cache.
+    In one pass where there is a loop for it; else a megabyte or so at a time, so that the way back
+    finds both in the processor's cache.
     """
-    first, elements = 0, 0
-    for index, grad in enumerate(grads):
-        elements += grad.numel()
-        if elements >= ROUNDED_TOGETHER or index + 1 == len(grads):
-            cut = slice(first, index + 1)
-            torch._foreach_copy_(list(targets[cut]), list(grads[cut]))
-            torch._foreach_copy_(list(grads[cut]), list(targets[cut]))
-            first, elements = index + 1, 0
+    pairs = zip(targets, grads, strict=True)
+    rest = [(target, grad) for target, grad in pairs if not kernels.round_half(grad, target)]
+    some: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for number, pair in enumerate(rest, 1):
+        some.append(pair)
+        if sum(grad.numel() for _, grad in some) >= ROUNDED_TOGETHER or number == len(rest):
+            halves, whole = map(list, zip(*some, strict=True))
+            torch._foreach_copy_(halves, whole)
+            torch._foreach_copy_(whole, halves)
+            some.clear()
 
 
 class StateArea(Landing):

@@ -120,14 +120,26 @@ def main(folder: Path) -> None:
     alone = rank.run(ALONE)
     for number in range(ROUNDS):
         clock, counted = rank.measure()
+        dist.barrier()  # the other one may be closing still
         after = rank.run(ALONE)
         row = {"clock": clock, "alone": (alone, after)}
         rows.append({name: _plain(each) for name, each in row.items()} | {"bytes": counted})
-        print(f"round {number}: {2 * clock.wall / (alone.wall + after.wall):.3f}", flush=True)
+        print(f"round {number}, rank {dist.get_rank()}: {_said(clock, alone, after)}", flush=True)
         alone = after
     (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(rows))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _said(clock: Clock, *alone: Clock) -> str:
+    """A round in a line, said as soon as it is over: three take five minutes."""
+
+    def more(name: str) -> float:
+        return 1e3 * (getattr(clock, name) - sum(getattr(each, name) for each in alone) / 2)
+
+    parts = ", ".join(f"{name} {more(name):+.1f}" for name in ("cpu", "queued", "blocked"))
+    ratio = 2 * clock.wall / sum(each.wall for each in alone)
+    return f"{ratio:.3f} of {1e3 * alone[0].wall:.0f} ms; {parts}, others {1e3 * clock.others:.1f}"
 
 
 def _plain(value: Any) -> Any:

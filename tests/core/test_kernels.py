@@ -16,8 +16,9 @@ import torch
 
 from adacheck_store import kernels
 from adacheck_store.engines import Piece, StepEngine
-from adacheck_store.fingerprint import block_sum
+from adacheck_store.fingerprint import block_sum, piece_sum
 from adacheck_store.optimizers import group_values, spec_of
+from adacheck_store.trainer_hooks.stager import round_into
 
 SOURCE = Path(kernels.__file__).with_name("kernels.c")
 NAME = "adacheck_store._kernels"
@@ -26,7 +27,8 @@ FLAGS = ("-O3", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-Wno-unused
 
 def forget() -> None:
     """Let the kernels be looked for and proven anew."""
-    for kept in (kernels._compiled, kernels._adamw_is_right, kernels._sum_is_right):
+    proofs = (kernels._adamw_is_right, kernels._sum_is_right, kernels.rounds)
+    for kept in (kernels._compiled, *proofs):
         kept.cache_clear()
 
 
@@ -56,7 +58,9 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.fixture
 def compiled(built: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The module in the place of an installed one, its calls counted."""
-    counting = SimpleNamespace(calls=0, block_sum=built and built.block_sum)
+    counting = SimpleNamespace(calls=0)
+    if built:
+        counting.block_sum, counting.round_half = built.block_sum, built.round_half
 
     def adamw(*args: Any) -> None:
         counting.calls += 1
@@ -137,6 +141,43 @@ def test_sums_are_the_same(compiled: Any) -> None:
             assert kernels.block_sum(piece) == right
 
 
+def test_pieces_add_up_to_a_block(compiled: Any) -> None:
+    """Wherever it is cut, at whole words."""
+    data = np.random.default_rng(4).integers(0, 256, 4096, dtype=np.uint8).tobytes()
+    for cut in (0, 4, 36, 2048, 4096):
+        told = [piece_sum(data[:cut], 0), piece_sum(data[cut:], cut // 4)]
+        if wide():
+            assert sum(told) % 2**64 == block_sum(data)
+        else:
+            assert told == [None, None]
+
+
+def test_rounding_is_the_same(compiled: Any) -> None:
+    """Strange numbers, ties, overflows; any length; a half that a NaN gives is some NaN."""
+    for count in (0, 1, 15, 16, 17, 70_001):
+        values = kernels._numbers(3, count)
+        values.view(torch.int32)[::2].bitwise_and_(~0xFFFF).bitwise_or_(0x8000)
+        values.view(torch.int32)[5:9] = 0x7F7FFFFF
+        right, halves = values.bfloat16(), torch.zeros(count).bfloat16()
+        before = values._version
+        assert kernels.round_half(values, halves) is wide()
+        if wide():
+            nan = right.isnan()
+            assert torch.equal(halves.isnan(), nan)
+            assert torch.equal(halves.view(torch.int16)[~nan], right.view(torch.int16)[~nan])
+            assert torch.equal(values.view(torch.int32), halves.float().view(torch.int32))
+            assert values._version > before
+    whole = torch.randn(4, 6)
+    for values, halves in (
+        (whole.t(), torch.zeros(6, 4).bfloat16()), (whole, torch.zeros(6, 4).bfloat16()),
+        (whole.double(), torch.zeros(4, 6).bfloat16()), (whole, torch.zeros(4, 6).half()),
+        (torch._neg_view(whole), torch.zeros(4, 6).bfloat16()),
+    ):  # fmt: skip
+        kept = values.clone()
+        assert not kernels.round_half(values, halves)
+        assert torch.equal(values, kept)
+
+
 def test_what_it_does_not_take(compiled: Any) -> None:
     """Flags, numbers of other types, and tensors that would be read wrongly."""
     good = {"lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "fused": True}
@@ -159,26 +200,31 @@ def test_what_it_does_not_take(compiled: Any) -> None:
             kernels.adamw(*wrong, good, 1.0)
 
 
-@pytest.mark.parametrize("wrong", ["none", "adamw", "sum", "older"])
+@pytest.mark.parametrize("wrong", ["none", "adamw", "sum", "round", "older"])
 def test_a_wrong_kernel_is_not_used(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
     """A bit that differs, or no module at all: torch and numpy do it."""
 
     def adamw(*args: Any) -> None:
         """Changes nothing."""
 
-    def off_by_one(data: Any) -> int:
+    def off_by_one(data: Any, first: int) -> int:
         words = np.frombuffer(data, dtype="<i4").astype(np.int64)
-        right = int(np.dot(words, 2 * np.arange(len(words)) + 1)) & (2**64 - 1)
-        return right + (wrong == "sum" and len(words) > 4000)
+        right = int(np.dot(words, 2 * np.arange(first, first + len(words)) + 1)) & (2**64 - 1)
+        return right + (wrong == "sum" and first > 0)
 
-    whole = SimpleNamespace(adamw=adamw, block_sum=off_by_one)
+    whole = SimpleNamespace(adamw=adamw, block_sum=off_by_one, round_half=adamw)
     # Older: one that was built from another source, and left in the tree.
     module = {"none": None, "older": object()}.get(wrong, whole)
     monkeypatch.setitem(sys.modules, NAME, module)
     forget()
     group = {"lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "fused": True}
     assert not kernels.takes(torch.optim.AdamW, group)
-    expected = 5 if wrong == "adamw" else None
+    expected = 5 if wrong in ("adamw", "round") else None
+    values, halves = torch.full((32,), 1 / 3), torch.zeros(32).bfloat16()
+    assert not kernels.round_half(values, halves)
+    round_into([halves], [values])
+    assert torch.equal(values, torch.full((32,), 1 / 3).bfloat16().float())
+    assert torch.equal(values, halves.float())
     assert kernels.block_sum(b"\x05\0\0\0") == expected
     assert block_sum(b"\x05\0\0\0") == 5
     monkeypatch.undo()

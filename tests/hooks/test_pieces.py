@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 import torch
 
+from adacheck_store import kernels
 from adacheck_store.arrays import byte_view
 from adacheck_store.boundary import Link
 from adacheck_store.fingerprint import block_sum, blocks_at
 from adacheck_store.format.bodies import decode_extra
 from adacheck_store.format.errors import MalformedError, UnsupportedError
 from adacheck_store.format.ids import BLOCK_BYTES, block_count, iter_blocks
+from adacheck_store.trainer_hooks import blocks as blocks_module
 from adacheck_store.trainer_hooks.blocks import BlockWatch
 from adacheck_store.trainer_hooks.capture_base import existing_arrays, fill_area
 from adacheck_store.trainer_hooks.extras import extra_record, freeze, resolve, thaw
@@ -196,8 +198,11 @@ def test_generators_go_back():
         set_rng_state({"python": 1})
 
 
-def test_staged_blocks_are_those_of_the_state():
-    """The pieces copied at a boundary sum to what the whole arrays sum to, at every turn."""
+@pytest.mark.parametrize("compiled", [True, False])
+def test_staged_blocks_are_those_of_the_state(monkeypatch, compiled):
+    """What is summed up or copied at a boundary sums to what the whole arrays do, at every turn."""
+    if not compiled:
+        monkeypatch.setattr(blocks_module, "piece_sum", lambda data, first: None)
     torch.manual_seed(0)
     sizes = (700_003, 1, 64, 900_001, 0, 5_000, 3_000_000)
     model = torch.nn.ParameterList(torch.randn(size) for size in sizes)
@@ -215,6 +220,7 @@ def test_staged_blocks_are_those_of_the_state():
     seen = {name: set() for name in names}
     for step in range(1, 17):
         watch.stage(step, buffer)
+        assert any(buffer.sums.values()) is (compiled and kernels.block_sum(b"") is not None)
         for item in watch.sums(step, buffer, set(names)):
             blocks = list(iter_blocks(byte_view(area.arrays[item.array])))
             wanted = {

@@ -6,7 +6,7 @@ import threading
 import torch
 
 import adacheck_store as ada
-from adacheck_store.duty import NICE, WRITER_NICE
+from adacheck_store.duty import NICE
 
 
 def nice(thread: int) -> int:
@@ -30,6 +30,5 @@ def test_background_threads_give_way() -> None:
         names = {"adacheck-writer", "adacheck-compact", "adacheck-drain", "adacheck-prune"}
         assert found.keys() == names
         for name, thread in found.items():
-            rank = WRITER_NICE if name == "adacheck-writer" else NICE
-            assert nice(thread or 0) == min(own + rank, 19), name
+            assert nice(thread or 0) == min(own + NICE, 19), name
     assert nice(threading.get_native_id()) == own
