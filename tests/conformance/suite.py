@@ -1,7 +1,5 @@
 """The suite every tier inherits: what a tier promises, and what may be done to it."""
 
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -39,6 +37,7 @@ from tests.conformance.records import (
     sealed,
     state,
 )
+from tests.forked import Forked
 
 
 class Box:
@@ -81,7 +80,6 @@ class TierSuite:
     several_runs: ClassVar[bool] = True
     readers: ClassVar[bool] = True
     """Whether another process can open it beside this one."""
-    small_records: ClassVar[int] = 100_000
     tier_class: ClassVar[type[Tier]]
     name: ClassVar[str] = ""
     """Name among the suites, where the class's own is not enough."""
@@ -550,20 +548,17 @@ class TierSuite:
             return
         tier, world = box.rooted(), box.world
         tier.put([world.delta(1, grads())])
-        reader = subprocess.Popen(
-            [sys.executable, "-m", "tests.conformance.reader",
-             self.name or self.tier_class.__name__,
-             box.path],
-            stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        with reader:
+        name = self.name or self.tier_class.__name__
+        reader = Forked(["tests.conformance.reader", name, str(box.path)])
+        with reader.stdout:
             for step in range(2, 30):
                 tier.put([world.delta(step, grads(100_000))])
-            output, _ = reader.communicate(timeout=60)
-        assert reader.returncode == 0, output
+            output = reader.stdout.read()
+        assert reader.wait(60) == 0, output
         assert int(output.split()[0]) >= 1
 
-    def test_many_small_records(self, box: Box) -> None:
+    @pytest.mark.parametrize("count", [10_000, pytest.param(100_000, marks=pytest.mark.slow)])
+    def test_many_small_records(self, box: Box, count: int) -> None:
         """Many small records under one sync."""
         tier, world = box.rooted(), box.world
         model = world.delta(1, {"0/a/grad.raw": ("F32", noise(64))})
@@ -576,14 +571,14 @@ class TierSuite:
             key = f"{model.key[:-12]}{step:012d}"
             return RecordSource(key, Record(made, model.record.arrays))
 
-        for start in range(1, self.small_records, 10_000):
+        for start in range(1, count, 10_000):
             tier.put([source(step) for step in range(start, start + 10_000)])
         tier.sync()
         prefix = f"{world.run}/{world.term}/{world.part}/delta/"
         keys = list(tier.list(prefix))
-        assert len(keys) == self.small_records
+        assert len(keys) == count
         assert keys == sorted(keys)
-        for key in keys[:: self.small_records // 50]:
+        for key in keys[:: count // 50]:
             verify_record(fetch(tier, key))
 
     # -- the end --

@@ -84,7 +84,6 @@ class S3Suite(TierSuite):
 
     name = "ZarrTier on S3"
     packs = True
-    small_records = 10_000
     tier_class = ZarrTier
 
     def make(self, path: Path) -> Tier:
@@ -100,7 +99,6 @@ class PeerUnixSuite(TierSuite):
     """An agent's LMDB tier by a unix socket."""
 
     name = "PeerTier by unix"
-    small_records = 10_000
     tier_class = PeerTier
 
     def make(self, path: Path) -> Tier:
@@ -116,7 +114,6 @@ class PeerTlsSuite(TierSuite):
     """An agent's memory tier by TLS."""
 
     name = "PeerTier by TLS"
-    small_records = 10_000
     persistent = False
     several_runs = False
     tier_class = PeerTier
@@ -136,7 +133,6 @@ class PeerSharedSuite(SharedSuite):
     """An agent's memory, read where it lies by processes of its node."""
 
     name = "PeerTier by descriptor"
-    small_records = 10_000
     tier_class = PeerTier
 
     def make(self, path: Path) -> Tier:

@@ -20,7 +20,7 @@ from adacheck_store.session import RunSession
 from adacheck_store.store import open_store
 from tests.core.kit import Journal, begin, make_toy, train
 
-STEPS, EVERY = 2_000, 100
+STEPS, EVERY = 1_200, 60
 SETTINGS = Settings(base_every=16, object_lag=8, grace_s=0.0)
 
 
@@ -48,7 +48,7 @@ class Forgetful(Journal):
         self.at.pop(toy.step - 40, None)
 
 
-def test_two_thousand_steps_stay_bounded(tmp_path: Path) -> None:
+def test_twelve_hundred_steps_stay_bounded(tmp_path: Path) -> None:
     url, journal, toy = f"file://{tmp_path}/store", Forgetful(), make_toy()
     session = RunSession.open(url, "run", settings=SETTINGS)
     begin(session, toy, journal)

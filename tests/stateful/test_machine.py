@@ -300,7 +300,7 @@ def test_memory_short() -> None:
 
 def test_file_short() -> None:
     """LMDB and zarr in a folder."""
-    attempt(FileMachine, 15, 12, {"checked", "restored"})
+    attempt(FileMachine, 8, 12, {"checked", "restored"})
 
 
 @pytest.fixture

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.forked import run
 from tests.tools.stores import (
     LAST,
     LOCK,
@@ -149,19 +148,9 @@ def test_error_as_json(store: Path) -> None:
     assert document["hint"].startswith("nearest provable steps")
 
 
-UNPRIVILEGED = """
-import ctypes, os, sys
-prctl = ctypes.CDLL(None).prctl
-for capability in (1, 2):  # overriding permissions to write, and to read and search
-    prctl(24, capability, 0, 0, 0)  # dropped for good with the exec that follows
-os.execv(sys.executable, [sys.executable, "-m", "adacheck_store", *sys.argv[1:]])
-"""
-
-
-def bound_by_permissions(*arguments: object) -> subprocess.CompletedProcess[str]:
-    """The command line in a process that permissions bind, even where root runs the tests."""
-    command = [sys.executable, "-c", UNPRIVILEGED, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+def bound_by_permissions(*arguments: object) -> tuple[int, str]:
+    """The command line where permissions bind: its exit code, and what it said."""
+    return run(["tests.tools.unprivileged", *map(str, arguments)])
 
 
 def test_read_only_folder(store: Path, tmp_path: Path) -> None:
@@ -169,22 +158,19 @@ def test_read_only_folder(store: Path, tmp_path: Path) -> None:
     for path in (store, *store.rglob("*")):
         path.chmod(0o555 if path.is_dir() else 0o444)
     before = tree_digest(store)
-    result = bound_by_permissions("fsck", store, "--json")
-    assert result.returncode == 0, result.stderr
-    result = bound_by_permissions("compact", store)
-    assert result.returncode == 3
-    assert "cannot be written" in result.stderr
-    assert "Traceback" not in result.stderr
+    code, said = bound_by_permissions("fsck", store, "--json")
+    assert code == 0, said
+    code, said = bound_by_permissions("compact", store)
+    assert (code, "cannot be written" in said, "Traceback" in said) == (3, True, False), said
     closed = tmp_path / "closed"
     closed.mkdir()
     closed.chmod(0o555)
-    result = bound_by_permissions("restore", store, closed / "out")
-    assert result.returncode == 3
-    assert f"path={closed}/out" in result.stderr
+    code, said = bound_by_permissions("restore", store, closed / "out")
+    assert code == 3
+    assert f"path={closed}/out" in said
     (store / "objects").chmod(0o000)
-    result = bound_by_permissions("fsck", store)
-    assert result.returncode == 3, result.stderr + result.stdout
-    assert "Traceback" not in result.stderr
+    code, said = bound_by_permissions("fsck", store)
+    assert (code, "Traceback" in said) == (3, False), said
     (store / "objects").chmod(0o555)
     assert tree_digest(store) == before
     for path in (store, *store.rglob("*")):

@@ -32,6 +32,7 @@ from adacheck_store.tiers.object_local import LocalObjects
 from adacheck_store.tiers.zarr import ZarrTier
 from adacheck_store.tiers.zarr_meta import group_document, read_attributes
 from adacheck_store.tools.gc import gc
+from tests.forked import run
 from tests.tools.stores import RUN, cli, cli_json, findings, keys_of, train, tree_digest
 
 END = 42
@@ -442,13 +443,8 @@ def test_killed_anywhere(store: Path, states: dict[int, Restored], name: str, co
     """What is promised stays, and the next one ends it: nothing below the floor, nothing loose."""
     assert cli("tag", store, "good", 13).exit_code == 0
     arguments = ["gc", str(store), "--every", "16", "--apply", "--grace", "0", "--older", "0"]
-    environment = {**os.environ, "ADACHECK_FAILPOINT": f"{name}:{count}"}
-    done = subprocess.run(
-        [sys.executable, "-c", "from adacheck_store.config import arm_failpoints\n"
-         "arm_failpoints()\nfrom adacheck_store.cli import main\nmain()", *arguments],
-        env=environment, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert done.returncode in ((-signal.SIGKILL,) if count == 1 else (-signal.SIGKILL, 0)), done
+    ended, said = run(["adacheck_store", *arguments], fail=f"{name}:{count}")
+    assert ended in ((-signal.SIGKILL,) if count == 1 else (-signal.SIGKILL, 0)), said
     kept = {0, 13, 16, *range(32, END + 1)}
     with open_for_reading(str(store)) as opened:
         assert set(provable([opened.far], {step: states[step] for step in kept})) == kept
