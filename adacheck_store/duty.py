@@ -24,15 +24,10 @@ NICE = 10
 
 
 def give_way(rank: int) -> None:
-    """Let the calling thread run behind others by so much (Linux alone).
-
-    It does not interrupt them either when it wakes, as who waits for a socket does a hundred times
-    a second: what it has to do it does when they sleep, or for its share of the time.
-    """
+    """Let the calling thread run behind others by so much (Linux alone)."""
     if sys.platform == "linux":  # elsewhere this would be the whole process
         thread = threading.get_native_id()
         with suppress(OSError):
-            os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
             nice = os.getpriority(os.PRIO_PROCESS, thread) + rank
             os.setpriority(os.PRIO_PROCESS, thread, min(nice, 19))
 

@@ -8,6 +8,7 @@ import psutil
 import pytest
 
 from adacheck_store.catalog import read_catalog
+from adacheck_store.format.errors import AdaCheckError
 from adacheck_store.recovery import plan_restore
 from tests.agent.trainer import MEMORY, RUN
 from tests.cluster.kit import GIVEN
@@ -15,7 +16,7 @@ from tests.waits import until
 
 pytestmark = pytest.mark.fault
 
-GRACE_S = 60.0
+GRACE_S, SHORT_S = 60.0, 10.0
 
 
 def test_poisoned_step_is_passed_over(cluster):
@@ -99,3 +100,19 @@ def test_sigterm_to_a_whole_job(cluster):
     assert step == 6
     with made.tiers() as tiers:
         assert plan_restore(read_catalog(tiers, RUN)).step == step
+
+
+@pytest.mark.slow
+def test_a_grace_is_not_exceeded(cluster):
+    """The far tier takes far longer than there is: all end in time, and the disks have the step."""
+    made, start, agents, began = told_to_end(cluster, SHORT_S, 64)
+    start.gate.open(400)
+    took, step = ended(start, agents, began)
+    assert took <= SHORT_S
+    for host in start.hosts:
+        (log,) = host.runtime.rglob("agent.log")
+        assert "ended with the grace" in log.read_text()
+    with made.tiers("a", "b") as tiers:
+        assert plan_restore(read_catalog(tiers, RUN)).step == step
+        with pytest.raises(AdaCheckError):
+            plan_restore(read_catalog(tiers[:1], RUN))
