@@ -7,10 +7,11 @@ memory. The fold itself stays on one thread, whose arithmetic is known.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from types import TracebackType
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, Self, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -30,6 +31,7 @@ class Now:
     legs = 0
     windows = 1
     deltas = 1
+    threads = 0
 
     def start(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Do it; raises what it raises."""
@@ -41,9 +43,7 @@ class Now:
 class Ahead(Now):
     """Reads in threads: a context that ends them, and what has not begun."""
 
-    legs = LEGS
-    windows = WINDOWS
-    deltas = DELTAS
+    legs, windows, deltas = LEGS, WINDOWS, DELTAS
 
     def __init__(self, parallel: int = 1) -> None:
         """As many threads as there are processors, or as ``parallel`` reads that wait."""
@@ -54,7 +54,7 @@ class Ahead(Now):
         """Have it done; the future raises what it raises."""
         return self._pool.submit(work, *args, **kwargs)
 
-    def __enter__(self) -> Ahead:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -62,6 +62,22 @@ class Ahead(Now):
         trace: TracebackType | None,
     ) -> None:  # fmt: skip
         self._pool.shutdown(cancel_futures=True)
+
+
+class Streamed(Ahead):
+    """For a sink that lets go of its windows: of one leg and the next, so memory stays bounded."""
+
+    legs, windows, deltas = 1, 2, 4
+
+
+@contextmanager
+def streamed(parallel: int) -> Iterator[Now]:
+    """Reads as a fold that streams wants them: ahead where they wait, as for an object store."""
+    if parallel == 1:
+        yield NOW
+        return
+    with Streamed(parallel) as reader:
+        yield reader
 
 
 NOW = Now()

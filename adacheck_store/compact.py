@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from adacheck_store.format.bodies import BOUNDED_STEPS, BaseBody
+from adacheck_store.format.dtypes import item_bytes
 from adacheck_store.format.errors import NotProvableError
 from adacheck_store.format.head import ArrayInfo, Head, SealedHead
 from adacheck_store.format.ids import BLOCK_BYTES, block_digest
@@ -16,41 +17,48 @@ from adacheck_store.format.keys import base_key
 from adacheck_store.format.layout import Layout, Section
 from adacheck_store.format.record import Block
 
+from .ahead import NOW, Now
 from .arrays import byte_view, torch_dtype
 from .config import writer_info
 from .fetch import Fetcher
 from .fold import Fold, FoldReport
 from .reading import open_fold
 from .recovery import PartPlan
+from .windows import Spare
 
 
 class _BlockSink:
-    """A sink that hands out windows of scratch memory and collects finished blocks."""
+    """A sink that hands out windows and collects finished blocks, whose memory they are."""
 
     def __init__(self) -> None:
         self.digests: dict[str, list[str]] = defaultdict(list)
-        self.ready: list[Block] = []
-        self._scratch: dict[tuple[str, str], torch.Tensor] = {}
+        self._ready: list[Block] = []
+        self._lent: list[torch.Tensor] = []
+        self._spare = Spare()
 
     def window(self, section: Section, role: str, start: int, stop: int) -> torch.Tensor:
-        """Scratch memory, the same for every window of the role."""
-        place = (section.name, role)
-        kept = self._scratch.get(place)
-        if kept is None or kept.numel() < stop - start:
-            kept = torch.empty(stop - start, dtype=torch_dtype(section.dtypes[role]))
-            self._scratch[place] = kept
-        return kept[: stop - start]
+        """Memory of its own."""
+        dtype = section.dtypes[role]
+        return self._spare.take((stop - start) * item_bytes(dtype)).view(torch_dtype(dtype))
+
+    def taken(self) -> Iterator[Block]:
+        """Finished blocks, each good until the next is asked for."""
+        yield from self._ready
+        self._ready.clear()
+        while self._lent:
+            self._spare.give(self._lent.pop())
 
     def done(
         self, section: Section, start: int, stop: int, views: Mapping[str, torch.Tensor]
     ) -> None:
         """Cut the window into blocks."""
+        self._lent += views.values()
         for role, view in views.items():
             name = f"{section.name}/{role}"
             data = byte_view(view)
             for at in range(0, len(data), BLOCK_BYTES):
                 block = data[at : at + BLOCK_BYTES]
-                self.ready.append(Block(name, len(self.digests[name]), block))
+                self._ready.append(Block(name, len(self.digests[name]), block))
                 self.digests[name].append(block_digest(block))
 
 
@@ -66,8 +74,9 @@ class ReplayedBase:
 
     def __init__(
         self, fetcher: Fetcher, layout: Layout, plan: PartPlan, *, run: str, term: str,
-        step: int, manifest: str,
+        step: int, manifest: str, reader: Now = NOW,
     ) -> None:  # fmt: skip
+        self._reader = reader
         self._fold: Fold = open_fold(fetcher, layout, plan)
         self._layout = layout
         self._plan = plan
@@ -91,9 +100,8 @@ class ReplayedBase:
 
     def blocks(self) -> Iterator[Block]:
         """The folded blocks, window by window."""
-        for report in self._fold.steps(self._sink):
-            yield from self._sink.ready
-            self._sink.ready.clear()
+        for report in self._fold.steps(self._sink, self._reader):
+            yield from self._sink.taken()
             self.report = report
 
     def seal(self) -> SealedHead:

@@ -284,7 +284,7 @@ class Fold:
                     self._scalars[section.name, piece.slice] = dict(piece.scalars)
                 sink.done(section, start, window.stop, window.views)
         for read in leg.reads:
-            self._spare.give(read.result().view(torch.uint8))
+            self._spare.give(read.result())
 
     def _check_array(self, section: Section, role: str) -> None:
         info = self.base.info(f"{section.name}/{role}")

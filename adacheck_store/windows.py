@@ -7,6 +7,7 @@ that an object store takes longer to answer it than to send it.
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from .engines import Piece
 from .fetch import Want
 
 _HALVES = (torch.bfloat16, torch.float32)
+_SIZES = 4
 
 
 @dataclass(slots=True)
@@ -36,30 +38,36 @@ class Run:
 
 
 class Spare:
-    """Memory for gradients, used again window after window: fresh pages cost more than filling it.
+    """Memory for gradients and windows, used again: fresh pages cost more than filling them.
 
-    What is free is of one size, that of full windows; another size lets it go. So there is never
-    more than was in use at once. Any thread may call.
+    Never more than was in use at once of each of the last `_SIZES` sizes: full windows are alike,
+    those at a section's end are not. Any thread may call.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._free: list[torch.Tensor] = []
+        self._free: OrderedDict[int, list[torch.Tensor]] = OrderedDict()
 
     def take(self, nbytes: int) -> torch.Tensor:
         """So many bytes, flat, with anything in them."""
         with self._lock:
-            if self._free and self._free[-1].numel() == nbytes:
-                return self._free.pop()
-            self._free.clear()
+            free = self._of(nbytes)
+            if free:
+                return free.pop()
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def give(self, memory: torch.Tensor) -> None:
-        """Take back what nobody reads any more."""
+        """Take back what nobody reads any more, as it was taken or as a view of all of it."""
+        flat = memory.view(torch.uint8)
         with self._lock:
-            if self._free and self._free[-1].numel() != memory.numel():
-                self._free.clear()
-            self._free.append(memory)
+            self._of(flat.numel()).append(flat)
+
+    def _of(self, nbytes: int) -> list[torch.Tensor]:
+        free = self._free.setdefault(nbytes, [])
+        self._free.move_to_end(nbytes)
+        while len(self._free) > _SIZES:
+            self._free.popitem(last=False)
+        return free
 
 
 Updates = list[tuple[int, Sequence[Piece], list[Run]]]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from adacheck_store.ahead import Now, streamed
 from adacheck_store.candidates import carry_out
 from adacheck_store.catalog import RecordRef, read_catalog
 from adacheck_store.compact import ReplayedBase
@@ -89,22 +90,16 @@ def _compact_part(
 ) -> CompactRow:  # fmt: skip
     _refuse_below_floor(tier, plan)
     held = _held(tier, plan, part)
-    source: Source
     if held is not None:
         return _row(tier, plan, part, "present", held.key, held.nbytes, held.exactness)
-    if not part.deltas:
-        source, done = FetchedSource(fetcher, part.base), "copied"
-    else:
-        layout = open_layout(store.tiers, plan.run, part.layout)
-        base = ReplayedBase(
-            fetcher, layout, part, run=plan.run, term=plan.term, step=plan.step,
-            manifest=plan.manifest_id,
-        )  # fmt: skip
-        if base.exactness != part.base.exactness and not inexact:
-            _refuse_inexact(plan, part)
-        what = f"base {plan.step} of part {part.part}"
-        source, done = _Watched(base, progress, what, part.base.nbytes), "folded"
-    tier.put([*_documents(store, tier, plan, part), source])
+    with streamed(fetcher.parallel) as reader:
+        source: Source = FetchedSource(fetcher, part.base)
+        done = "copied"
+        if part.deltas:
+            base = _replayed(store, fetcher, plan, part, inexact, reader)
+            what = f"base {plan.step} of part {part.part}"
+            source, done = _Watched(base, progress, what, part.base.nbytes), "folded"
+        tier.put([*_documents(store, tier, plan, part), source])
     tier.sync()
     ref = _held(tier, plan, part)
     if ref is None:
@@ -113,6 +108,19 @@ def _compact_part(
             tier=tier.traits.name, key=source.key, hint="check the medium; the chain is untouched",
         )  # fmt: skip
     return _row(tier, plan, part, done, source.key, ref.nbytes, ref.exactness)
+
+
+def _replayed(
+    store: Store, fetcher: Fetcher, plan: RestorePlan, part: PartPlan, inexact: bool, reader: Now
+) -> ReplayedBase:
+    layout = open_layout(store.tiers, plan.run, part.layout)
+    base = ReplayedBase(
+        fetcher, layout, part, run=plan.run, term=plan.term, step=plan.step,
+        manifest=plan.manifest_id, reader=reader,
+    )  # fmt: skip
+    if base.exactness != part.base.exactness and not inexact:
+        _refuse_inexact(plan, part)
+    return base
 
 
 def _refuse_below_floor(tier: Tier, plan: RestorePlan) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from adacheck_store.ahead import streamed
 from adacheck_store.candidates import carry_out
 from adacheck_store.fetch import Fetcher
 from adacheck_store.format.errors import UsageError
@@ -190,9 +191,10 @@ def _hf(
                     writers[file_of[name]].writer.write(name, at, elements)
 
             for part, fold in opened.folds.items():
-                for _ in fold.steps(PieceSink(part, opened.tensors, write)):
-                    done = sum(each.writer.written for each in writers.values())
-                    progress(f"step {plan.step} of run {plan.run}", done, total)
+                with streamed(fetcher.parallel) as reader:
+                    for _ in fold.steps(PieceSink(part, opened.tensors, write), reader):
+                        done = sum(each.writer.written for each in writers.values())
+                        progress(f"step {plan.step} of run {plan.run}", done, total)
             for each in writers.values():
                 each.finish({"format": "pt", "step": str(plan.step), "run": plan.run})
         index = {"metadata": {"total_size": total}, "weight_map": file_of}

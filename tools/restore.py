@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from adacheck_store.ahead import streamed
 from adacheck_store.candidates import Outcome, carry_out
 from adacheck_store.fetch import Fetcher
 from adacheck_store.fold import Fold, FoldReport
@@ -182,8 +183,9 @@ def _write(
     os.ftruncate(file, room + export.nbytes)
     writer = FileWriter(file, room, export)
     for part, fold in opened.folds.items():
-        for _ in fold.steps(PieceSink(part, opened.tensors, writer.write)):
-            progress(f"step {plan.step} of run {plan.run}", writer.written, export.nbytes)
+        with streamed(fetcher.parallel) as reader:
+            for _ in fold.steps(PieceSink(part, opened.tensors, writer.write), reader):
+                progress(f"step {plan.step} of run {plan.run}", writer.written, export.nbytes)
     scalars = counters_of(opened)
     reports = [fold.report for fold in opened.folds.values()]
     head["certificate"] = _dump(dataclasses.asdict(certify(plan, reports, fetcher)))

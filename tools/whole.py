@@ -23,6 +23,7 @@ from adacheck_store.format.keys import part_name
 from adacheck_store.format.layout import Layout, Section, Slice
 from adacheck_store.format.manifest import Manifest
 from adacheck_store.redundancy.shares import wanted_of
+from adacheck_store.windows import Spare
 
 Box = tuple[tuple[int, int], ...]
 Write = Callable[[str, int, torch.Tensor], None]
@@ -154,21 +155,17 @@ def add_fold(tensors: Tensors, part: str, fold: Fold) -> None:
 class PieceSink:
     """A fold's sink for one part: of every window it hands on what belongs to each tensor.
 
-    Its memory is that of a window.
+    Its memory is that of the windows under way.
     """
 
     def __init__(self, part: str, tensors: Tensors, write: Write) -> None:
         self._part, self._tensors, self._write = part, tensors, write
-        self._scratch: dict[str, torch.Tensor] = {}
+        self._spare = Spare()
 
     def window(self, section: Section, role: str, start: int, stop: int) -> torch.Tensor:
-        """Scratch memory, the same for every window of a role."""
-        kept = self._scratch.get(role)
-        dtype = torch_dtype(section.dtypes[role])
-        if kept is None or kept.dtype != dtype or kept.numel() < stop - start:
-            kept = torch.empty(stop - start, dtype=dtype)
-            self._scratch[role] = kept
-        return kept[: stop - start]
+        """Memory of its own, until it is done."""
+        dtype = section.dtypes[role]
+        return self._spare.take((stop - start) * item_bytes(dtype)).view(torch_dtype(dtype))
 
     def done(
         self, section: Section, start: int, stop: int, views: Mapping[str, torch.Tensor]
@@ -187,6 +184,8 @@ class PieceSink:
                 for at, begin, count in runs(piece, low - piece.offset, high - piece.offset):
                     begin += piece.offset - start
                     self._write(label, at, view[begin : begin + count])
+        for view in views.values():
+            self._spare.give(view)
 
 
 class Nowhere:

@@ -8,15 +8,17 @@ import pytest
 import torch
 
 from adacheck_store import fold as fold_module
-from adacheck_store.ahead import Ahead
+from adacheck_store.ahead import NOW, Ahead, Now, Streamed
+from adacheck_store.arrays import byte_view
 from adacheck_store.compact import ReplayedBase
 from adacheck_store.engines import StepEngine
-from adacheck_store.fetch import Fetcher
+from adacheck_store.fetch import ArrayReader, Fetcher
 from adacheck_store.fingerprint import blocks_at
 from adacheck_store.format.errors import NotProvableError, ReplayMismatchError
 from adacheck_store.format.ids import block_count
 from adacheck_store.recovery import PartPlan
 from adacheck_store.restore import restore_state
+from adacheck_store.tools.whole import PieceSink, Tensors, add_fold
 from adacheck_store.windows import Spare
 from tests.core.rig import PART, RUN, TERM, Rig, small_blocks
 
@@ -192,7 +194,8 @@ def test_what_is_read_ahead_is_not_written_over(
             spares.append(self)
 
     def spoil(self: StepEngine, pieces: Any, groups: Any) -> None:
-        free = [memory.fill_(0xFF) for spare in spares for memory in spare._free]
+        free = [memory.fill_(0xFF) for spare in spares for lot in spare._free.values()
+                for memory in lot]  # fmt: skip
         used.append(len(free))
         plain(self, pieces, groups)
 
@@ -204,22 +207,27 @@ def test_what_is_read_ahead_is_not_written_over(
     assert max(used) > 0
 
 
-def test_spare_memory_is_of_one_size() -> None:
-    """What is free is given again; another size lets it go."""
+def test_spare_memory_is_of_few_sizes() -> None:
+    """What is free is given again, whatever it was used as; of sizes long not asked for it goes."""
     spare = Spare()
     one, other = spare.take(100), spare.take(100)
-    spare.give(one)
-    assert spare.take(100) is one
+    places = {one.data_ptr(), other.data_ptr()}
+    spare.give(one.view(torch.float32))
+    assert spare.take(100).data_ptr() == one.data_ptr()
     spare.give(one)
     spare.give(other)
     assert spare.take(60).numel() == 60
-    assert all(spare.take(100) is not each for each in (one, other))
+    assert {spare.take(100).data_ptr(), spare.take(100).data_ptr()} == places
     spare.give(one)
-    spare.give(torch.empty(60, dtype=torch.uint8))
-    assert spare.take(100) is not one
+    spare.give(torch.empty(70, dtype=torch.uint8))
+    assert spare.take(100).data_ptr() == one.data_ptr()
+    spare.give(one)
+    for nbytes in range(1, 10):
+        spare.take(nbytes)
+    assert spare.take(100).data_ptr() not in places
 
 
-def replay(rig: Rig, base: Any, deltas: list[Any]) -> Any:
+def replay(rig: Rig, base: Any, deltas: list[Any], reader: Now = NOW) -> Any:
     """Put the base that a fold gives, as compaction does; returns its reference."""
     from adacheck_store.catalog import make_ref
     from adacheck_store.format.keys import parse_key
@@ -227,10 +235,48 @@ def replay(rig: Rig, base: Any, deltas: list[Any]) -> Any:
     plan = PartPlan(part=PART, layout=rig.layout_id, base=base, deltas=tuple(deltas),
                     link=deltas[-1].id)  # fmt: skip
     source = ReplayedBase(Fetcher([rig.tier]), rig.layout, plan, run=RUN, term=TERM,
-                          step=deltas[-1].step, manifest=rig.manifest_id)  # fmt: skip
+                          step=deltas[-1].step, manifest=rig.manifest_id,
+                          reader=reader)  # fmt: skip
     rig.tier.put([source])
     sealed = rig.tier.head(source.key)
     return make_ref(parse_key(source.key), sealed, (rig.tier.traits.name,))
+
+
+def written(rig: Rig, base: Any, deltas: list[Any], reader: Now = NOW) -> dict[str, bytes]:
+    """What the commands that stream a fold write of each tensor."""
+    fetcher = Fetcher([rig.tier])
+    readers = [ArrayReader(fetcher, ref) for ref in (base, *deltas)]
+    fold = fold_module.Fold(rig.layout, readers[0], readers[1:])
+    tensors, found = Tensors(lambda part, piece: True), dict[str, bytearray]()
+    add_fold(tensors, PART, fold)
+
+    def write(label: str, at: int, elements: torch.Tensor) -> None:
+        whole = tensors.all[label]
+        memory = found.setdefault(label, bytearray(whole.nbytes))
+        at *= elements.element_size()
+        memory[at : at + elements.nbytes] = byte_view(elements)
+
+    for _ in fold.steps(PieceSink(PART, tensors, write), reader):
+        pass
+    return {label: bytes(memory) for label, memory in found.items()}
+
+
+def test_what_streams_ahead_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A base, and tensors, though memory is used again as soon as a window has gone."""
+    small_blocks(monkeypatch)
+    rig = rig_for(ADAMW, {"fused": True})
+    base, give = rig.put_base(), Spare.give
+    deltas = [rig.train() for _ in range(9)]
+    plain, tensors = replay(rig, base, deltas), written(rig, base, deltas)
+
+    def spoil(self: Spare, memory: torch.Tensor) -> None:
+        memory.view(torch.uint8).fill_(0xFF)
+        give(self, memory)
+
+    monkeypatch.setattr(Spare, "give", spoil)
+    with Streamed(3) as reader:
+        assert replay(rig, base, deltas, reader).id == plain.id
+        assert written(rig, base, deltas, reader) == tensors
 
 
 @pytest.mark.parametrize("flags", [{"fused": True}, {"foreach": True, "amsgrad": True}])

@@ -13,7 +13,9 @@ import safetensors.torch
 
 from adacheck_store.agent.prune import Prunes
 from adacheck_store.agent.replica import FAR
+from adacheck_store.ahead import Streamed
 from adacheck_store.config import Settings
+from adacheck_store.fetch import Fetcher
 from adacheck_store.format.errors import NotProvableError
 from adacheck_store.format.keys import Term, log_key
 from adacheck_store.format.manifest import Claim, Floor
@@ -157,3 +159,26 @@ def test_a_claim_whose_time_is_not_told_is_alive(
         assert rivals(far, RUN, str(old)) == ({claim}, set())
         monkeypatch.setattr("adacheck_store.terms.time.monotonic", lambda: clock[0])
         assert Rivals(far, RUN, old).look() == ({claim}, set())
+
+
+def test_tools_read_ahead_where_reads_wait(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The commands that stream ask for it, and give the same."""
+    begun, readers = Streamed.__init__, []
+    assert cli("restore", store, tmp_path / "plain").exit_code == 0
+
+    def begin(self: Streamed, parallel: int) -> None:
+        readers.append(parallel)
+        begun(self, parallel)
+
+    monkeypatch.setattr(Streamed, "__init__", begin)
+    monkeypatch.setattr(Fetcher, "parallel", 3)
+    assert cli("restore", store, tmp_path / "ahead").exit_code == 0
+    assert cli("export", store, tmp_path / "hf", "--format", "hf").exit_code == 0
+    assert cli("compact", store, "--to", END).exit_code == 0
+    assert readers == [3, 3, 3]
+    plain, ahead = (safetensors.torch.load_file(tmp_path / name) for name in ("plain", "ahead"))
+    assert {name: tensor.tolist() for name, tensor in ahead.items()} == {
+        name: tensor.tolist() for name, tensor in plain.items()
+    }

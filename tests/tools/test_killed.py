@@ -1,0 +1,176 @@
+"""Each tool is killed at each failpoint that it passes, and run again: nothing is lost by either.
+
+Those of gc, of repairs and of drains have tests of their own. `drill`, `fsck` and the other verbs
+that only look pass none, which is held here too.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from adacheck_store.restore import restore_state
+from adacheck_store.store import open_for_reading
+from adacheck_store.tiers import failpoints
+from tests.core.toy import Toy
+from tests.tools.stores import LAST, RUN, cli, cli_json, findings, tree_digest
+
+pytestmark = pytest.mark.fault
+OTHER = "imported"
+
+
+@dataclass(frozen=True)
+class Act:
+    """A verb's arguments after the store; whether it is done; whether the store may change."""
+
+    words: tuple[str, ...]
+    done: Callable[[Path, Path], bool]
+    writes: bool = False
+
+
+def model_in(target: Path, toy: Path) -> bool:
+    """Whether a target holds the step whole, in any format."""
+    del toy
+    if target.is_dir() and (target / ".metadata").exists():
+        return any(target.glob("*.distcp"))
+    if target.is_dir():
+        return all(safetensors.torch.load_file(file) for file in target.glob("*.safetensors"))
+    try:
+        return bool(safetensors.torch.load_file(target))
+    except safetensors.SafetensorError:
+        return bool(torch.load(target, weights_only=True))
+
+
+def has_base(target: Path, store: Path) -> bool:
+    """Whether the object tier has a base of the step."""
+    del target
+    with open_for_reading(str(store)) as opened:
+        return any(f"/base/{LAST - 1:012}-" in key for key in opened.far.list(f"{RUN}/"))
+
+
+def has_tag(target: Path, store: Path) -> bool:
+    """Whether the tag stands."""
+    del target
+    return [row["name"] for row in cli_json("tag", store, "--run", RUN)[1]["rows"]] == ["good"]
+
+
+def has_other(target: Path, store: Path) -> bool:
+    """Whether the other run has the step."""
+    del target
+    with open_for_reading(str(store)) as opened:
+        return restore_state(opened.tiers, OTHER).step == 7
+
+
+ACTS = {
+    "restore": Act(("restore", "STORE", "TARGET"), model_in),
+    "restore --force": Act(("restore", "STORE", "TARGET", "--force"), model_in),
+    "hf": Act(("export", "STORE", "TARGET", "--format", "hf"), model_in),
+    "torch": Act(("export", "STORE", "TARGET", "--format", "torch"), model_in),
+    "dcp": Act(("export", "STORE", "TARGET", "--format", "dcp"), model_in),
+    "compact": Act(("compact", "STORE", "--to", str(LAST - 1)), has_base, writes=True),
+    "tag": Act(("tag", "STORE", "good", str(LAST)), has_tag, writes=True),
+    "import": Act(
+        ("import", "STORE", "SOURCE", "--run", OTHER, "--step", "7"), has_other, writes=True
+    ),
+}  # fmt: skip
+LOOKS = ("fsck", "drill", "ls", "log")
+
+
+def arguments(act: Act, store: Path, target: Path, source: Path) -> list[str]:
+    """The command line."""
+    places = {"STORE": str(store), "TARGET": str(target), "SOURCE": str(source)}
+    words = [places.get(word, word) for word in act.words]
+    return [*words, "--run", RUN] if "--run" not in words else words
+
+
+def killed(line: list[str], spec: str) -> bool:
+    """Run a command in a child that a failpoint may kill; whether it did."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            failpoints.arm(spec)
+            code = cli(*line).exit_code
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0, (spec, status)
+    return os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+
+
+def whole(store: Path, toy: Toy) -> None:
+    """The newest step is what the trainer had, and fsck finds no damage."""
+    with open_for_reading(str(store)) as opened:
+        state = restore_state(opened.tiers, RUN)
+    assert state.step == LAST
+    assert toy.same_as(state.parts["p000000"])
+    found = findings(store)[1]
+    assert all(row["kind"] in ("unfinished", "unnamed") for row in found), found
+
+
+@pytest.fixture
+def source(trained: tuple[Path, Toy], tmp_path: Path) -> Path:
+    """A file to be imported."""
+    file = tmp_path / "source.safetensors"
+    assert cli("restore", trained[0], file, "--run", RUN).exit_code == 0
+    return file
+
+
+def passed(act: Act, store: Path, source: Path, folder: Path) -> list[str]:
+    """The failpoints that a command passes on a copy of a store."""
+    copy = shutil.copytree(store, folder / "count" / "store")
+    failpoints.disarm()
+    assert cli(*arguments(act, copy, folder / "count" / "x", source)).exit_code == 0
+    names = sorted(failpoints.seen())
+    assert act.done(folder / "count" / "x", copy)
+    shutil.rmtree(folder / "count")
+    return names
+
+
+def play(act: Act, store: Path, toy: Toy, source: Path, folder: Path, name: str) -> None:
+    """Killed there on a copy, looked at, and run again."""
+    copy, target = shutil.copytree(store, folder / "store"), folder / "x"
+    before = tree_digest(copy)
+    assert killed(arguments(act, copy, target, source), name)
+    assert act.writes or tree_digest(copy) == before
+    assert not os.path.lexists(target) or act.done(target, copy), "the target is half there"
+    whole(copy, toy)
+    if not os.path.lexists(target):
+        result = cli(*arguments(act, copy, target, source))
+        assert result.exit_code == 0, result.output
+    assert act.done(target, copy)
+    whole(copy, toy)
+    shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("verb", ACTS)
+def test_killed_once(store: Path, toy: Toy, source: Path, tmp_path: Path, verb: str) -> None:
+    """At one of the places it passes."""
+    names = passed(ACTS[verb], store, source, tmp_path)
+    play(ACTS[verb], store, toy, source, tmp_path / "play", names[len(names) // 2])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("verb", ACTS)
+def test_killed_everywhere(store: Path, toy: Toy, source: Path, tmp_path: Path, verb: str) -> None:
+    """At each of them."""
+    names = passed(ACTS[verb], store, source, tmp_path)
+    for number, name in enumerate(names):
+        play(ACTS[verb], store, toy, source, tmp_path / f"play{number}", name)
+
+
+def test_what_only_looks_passes_none(store: Path) -> None:
+    """There is nothing that it could leave half done."""
+    failpoints.disarm()
+    for verb in LOOKS:
+        assert cli(verb, store, "--run", RUN).exit_code == 0, verb
+    assert not failpoints.seen()
