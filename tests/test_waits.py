@@ -35,6 +35,7 @@ def test_in_vain(tmp_path: Path) -> None:
     """A condition that does not come true, and a step of ranks that have ended by themselves."""
     with pytest.raises(AssertionError, match="not in time: rain"):
         until(lambda: False, "rain", 0.05)
-    attempt = Launcher(tmp_path, "plain", 1).start(tmp_path / "store", inspect=True)
+    launcher = Launcher(tmp_path, "plain", 1)  # it serves the rendezvous as long as it is there
+    attempt = launcher.start(tmp_path / "store", inspect=True)
     with pytest.raises(AssertionError, match="ended by itself"):
         attempt.until(1)
