@@ -105,4 +105,4 @@ def _told(fetcher: Fetcher, plan: RestorePlan, rank: int) -> dict[str, Any] | No
 def _heard(said: Mapping[str, Any] | None) -> Witness | None:
     if said is None or type(said.get("since")) is not int:
         return None
-    return Witness(since=said["since"], digests=bytes.fromhex(strict.text(said["digests"])))
+    return Witness(since=said["since"], digests=strict.octets(said["digests"]))

@@ -16,6 +16,13 @@ def text(value: Any, *, empty: bool = False) -> str:
     return value
 
 
+def octets(value: Any) -> bytes:
+    """Bytes of any number, two hexadecimal digits each."""
+    if not isinstance(value, str):
+        raise ValueError(f"no bytes: {str(value)[:80]!r}")
+    return bytes.fromhex(value)
+
+
 def integer(value: Any) -> int:
     """An integer, and not a boolean."""
     if type(value) is not int:

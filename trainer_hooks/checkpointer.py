@@ -146,11 +146,11 @@ class Checkpointer:
         self._step, self._last = step, boundary
         self._bases.begin(step)
         self._grace.begin(step)
-        self._capture_by(assembly)
+        self._capture_by(assembly, step)
 
-    def _capture_by(self, assembly: Assembly) -> None:
-        """Capture all that is here: what others keep of it is to be found out anew."""
-        self._detection.begin(self._step, assembly.whole.foldable)
+    def _capture_by(self, assembly: Assembly, step: int) -> None:
+        """Capture all that is here from a boundary on: who else keeps it is to be found out."""
+        self._detection.begin(step, assembly.whole.foldable)
         self._capture_part(assembly)
 
     def _capture_part(self, assembly: Assembly) -> None:
@@ -219,7 +219,7 @@ class Checkpointer:
         if new.same(self._assembly.whole):
             self._capture.accept()
             return
-        self._capture_by(Assembly(new, self._settings))
+        self._capture_by(Assembly(new, self._settings), self._step + 1)
         self._bases.moved = why
 
     def _refuse(self, error: Exception) -> None:
@@ -292,7 +292,7 @@ class Checkpointer:
         binding = self._bind()
         self._unbound = False
         if not binding.alike(self._assembly.whole):
-            self._capture_by(Assembly(binding, self._settings))
+            self._capture_by(Assembly(binding, self._settings), self._step)
             self._bases.moved = self._bases.moved or "the model's tensors have changed"
 
     def _boundary(self, gap: Mapping[str, Any] | None) -> ClosedBoundary:

@@ -8,13 +8,18 @@ from typing import Any
 
 import xxhash
 
+import adacheck_store
 from adacheck_store.format import canonical, strict
 from adacheck_store.format.errors import AdaCheckError, GroupError
+from adacheck_store.format.rank_sets import ranks_of, runs_of
 
+from . import sighting
 from .exchange import Ranks, Rounds
 from .sighting import Piece
 from .states import Holding, Side
 from .witness import Witness
+
+LENGTH_BYTES = 8
 
 
 def agreed(
@@ -59,8 +64,16 @@ def name_of(assignment: bytes) -> str:
     return xxhash.xxh3_128_hexdigest(assignment)
 
 
+def _version() -> str:
+    """Ranks of different versions may see the same tensor and mean different things."""
+    return f"{adacheck_store.__version__} (digests {sighting.VERSION})"
+
+
 def encode_told(told: Told) -> bytes:
-    """As JSON, in which each set of ranks stands once."""
+    """What the rank holds, as JSON with its length before it, then the rest, as JSON.
+
+    Each set of ranks stands in it once, as runs: it is as long however many ranks there are.
+    """
     sets: dict[Ranks, int] = {}
 
     def side(found: Side | None) -> Any:
@@ -71,50 +84,33 @@ def encode_told(told: Told) -> bytes:
         return [piece.boxes, piece.flat, at, found.nbytes, found.changes, found.why]
 
     rows = [[h.scope, h.name, h.shape, side(h.param), side(h.optimizer)] for h in told.held]
+    held = canonical.dumps({"held": rows, "sets": [runs_of(each) for each in sets]})
     said = told.witness
     witness = said and [said.since, said.digests.hex(), said.trouble]
-    return canonical.dumps(
-        {"node": told.node, "updated": told.updated, "held": rows, "witness": witness,
-         "by": told.by, "sets": [sorted(each) for each in sets]}
-    )  # fmt: skip
+    own = {
+        "version": _version(), "node": told.node, "updated": told.updated, "witness": witness,
+        "by": told.by,
+    }  # fmt: skip
+    return len(held).to_bytes(LENGTH_BYTES, "little") + held + canonical.dumps(own)
 
 
-def decode_told(data: bytes, rank: int) -> Told:
-    """Inverse of `encode_told`; raises `GroupError` that names the rank."""
+def decode_told(data: bytes, rank: int, known: dict[bytes, tuple[Holding, ...]]) -> Told:
+    """Inverse of `encode_told`; raises `GroupError` that names the rank.
+
+    ``known`` has what was read before and gets what is read: ranks that hold the same say the same.
+    """
     try:
+        end = LENGTH_BYTES + int.from_bytes(data[:LENGTH_BYTES], "little")
         said = strict.fields(
-            canonical.loads(data), "node", "updated", "sets", "held", "witness", "by"
+            canonical.loads(data[end:]), "version", "node", "updated", "witness", "by"
         )
-        sets = [
-            frozenset(strict.count(one) for one in strict.items(ranks))
-            for ranks in strict.items(said["sets"])
-        ]
-
-        def side(value: Any) -> Side | None:
-            if value is None:
-                return None
-            boxes, flat, at, nbytes, changes, why = strict.items(value, 6)
-            piece = Piece(
-                tuple(tuple(_pair(edge) for edge in strict.items(box)) for box in boxes),
-                None if flat is None else _pair(flat),
-            )
-            return Side(
-                piece=piece, copies=sets[strict.count(at)], nbytes=strict.count(nbytes),
-                changes=bool(changes), why=strict.text(why, empty=True),
-            )  # fmt: skip
-
-        held = []
-        for row in strict.items(said["held"]):
-            scope, name, shape, param, optimizer = strict.items(row, 5)
-            held.append(
-                Holding(
-                    scope=strict.text(scope, empty=True), name=strict.text(name),
-                    shape=tuple(strict.count(size) for size in strict.items(shape)),
-                    param=side(param), optimizer=side(optimizer),
-                )
-            )  # fmt: skip
+        if said["version"] != _version():
+            raise ValueError(f"it runs version {said['version']}, rank 0 {_version()}"[:200])
+        held = data[LENGTH_BYTES:end]
+        if held not in known:
+            known[held] = _decode_held(held)
         return Told(
-            node=strict.text(said["node"]), updated=bool(said["updated"]), held=tuple(held),
+            node=strict.text(said["node"]), updated=bool(said["updated"]), held=known[held],
             witness=None if said["witness"] is None else _witness(said["witness"]),
             by=strict.text(said["by"], empty=True),
         )  # fmt: skip
@@ -125,11 +121,40 @@ def decode_told(data: bytes, rank: int) -> Told:
         ) from error
 
 
+def _decode_held(data: bytes) -> tuple[Holding, ...]:
+    said = strict.fields(canonical.loads(data), "sets", "held")
+    sets = [frozenset(ranks_of(strict.items(runs))) for runs in strict.items(said["sets"])]
+
+    def side(value: Any) -> Side | None:
+        if value is None:
+            return None
+        boxes, flat, at, nbytes, changes, why = strict.items(value, 6)
+        piece = Piece(
+            tuple(tuple(_pair(edge) for edge in strict.items(box)) for box in boxes),
+            None if flat is None else _pair(flat),
+        )
+        return Side(
+            piece=piece, copies=sets[strict.count(at)], nbytes=strict.count(nbytes),
+            changes=bool(changes), why=strict.text(why, empty=True),
+        )  # fmt: skip
+
+    held = []
+    for row in strict.items(said["held"]):
+        scope, name, shape, param, optimizer = strict.items(row, 5)
+        held.append(
+            Holding(
+                scope=strict.text(scope, empty=True), name=strict.text(name),
+                shape=tuple(strict.count(size) for size in strict.items(shape)),
+                param=side(param), optimizer=side(optimizer),
+            )
+        )  # fmt: skip
+    return tuple(held)
+
+
 def _witness(value: Any) -> Witness:
     since, digests, trouble = strict.items(value, 3)
     return Witness(
-        since=int(since), digests=bytes.fromhex(strict.text(digests, empty=True)),
-        trouble=strict.text(trouble, empty=True),
+        since=int(since), digests=strict.octets(digests), trouble=strict.text(trouble, empty=True),
     )  # fmt: skip
 
 

@@ -46,7 +46,8 @@ class Lead:
         rank does not write by the last assignment, for it failed there, all are sent another.
         Raises `GroupError` where ranks do not agree on who holds what.
         """
-        told = [decode_told(data, rank) for rank, data in enumerate(heard)]
+        read: dict[bytes, tuple[Holding, ...]] = {}
+        told = [decode_told(data, rank, read) for rank, data in enumerate(heard)]
         followed = self._before is not None and all(each.by == self._name for each in told)
         verdict = self._hear(step, [each.witness for each in told]) if followed else Verdict()
         if not all(each.updated for each in told):

@@ -14,7 +14,7 @@ from adacheck_store.format import canonical, strict
 from adacheck_store.format.errors import AdaCheckError, GroupError
 from adacheck_store.format.keys import part_name
 from adacheck_store.format.manifest import Manifest
-from adacheck_store.format.rank_sets import ranks_of
+from adacheck_store.format.rank_sets import ranks_of, runs_of
 from adacheck_store.format.redundancy import Ground, Redundancy, decode_redundancy
 
 from .assign import Assignment, Holder, Part, Policy, Topology
@@ -96,12 +96,13 @@ class Sharing:
         """Of shares; all copies there were before were equal at step ``agreed``."""
         return cls(
             sources=tuple(tuple(sorted(part.sources)) for part in found.parts),
-            redundancy=as_recorded(found, agreed), diverged=diverged[:DIVERGED_MAX],
-        )  # fmt: skip
+            redundancy=as_recorded(found, agreed),
+            diverged=tuple(text[: strict.MAX_TEXT] for text in diverged[:DIVERGED_MAX]),
+        )
 
     def encode(self) -> bytes:
         """As JSON; `decode_sharing` is the inverse."""
-        sources = [list(ranks) for ranks in self.sources]
+        sources = [runs_of(ranks) for ranks in self.sources]
         return canonical.dumps(
             {"sources": sources, "redundancy": self.redundancy.to_json(),
              "diverged": list(self.diverged)}
@@ -141,7 +142,7 @@ def decode_sharing(data: bytes) -> Sharing:
     """From JSON; raises `GroupError` for anything else."""
     try:
         said = strict.fields(canonical.loads(data), "sources", "redundancy", "diverged")
-        sources = tuple(tuple(strict.items(ranks)) for ranks in strict.items(said["sources"]))
+        sources = tuple(ranks_of(strict.items(runs)) for runs in strict.items(said["sources"]))
         return Sharing(
             sources=sources, redundancy=decode_redundancy(said["redundancy"], sources),
             diverged=tuple(strict.text(text) for text in strict.items(said["diverged"])),

@@ -16,6 +16,7 @@ from . import (
     recovery,
     resident,
     s3,
+    sharing,
     steps,
     storage,
     table,
@@ -26,6 +27,7 @@ PARTS = {
     "fold": fold.rows, "storage": storage.rows, "transport": transport.rows, "steps": steps.rows,
     "profile": profile.rows, "resident": resident.rows, "apart": apart.rows,
     "recovery": recovery.rows, "peers": peers.rows, "ranks": ranks.rows,
+    "sharing": sharing.rows,
     "s3": s3.rows, "table": table.rows,
 }  # fmt: skip
 

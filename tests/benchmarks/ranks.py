@@ -1,7 +1,7 @@
 """Finding copies on many ranks: forked processes over gloo, each with its looks at two boundaries.
 
-And what it would cost on more ranks than a machine can run, counted. Called by itself too:
-``python -m tests.benchmarks.ranks 128`` measures that many ranks.
+And what it costs on more ranks than a machine can run, by the exchange's own code. Called by itself
+too: ``python -m tests.benchmarks.ranks 128`` measures that many ranks, without that.
 """
 
 from __future__ import annotations
@@ -20,10 +20,14 @@ import torch
 import torch.distributed as dist
 
 from adacheck_store.config import Settings
+from adacheck_store.redundancy.agreement import Told, encode_told
 from adacheck_store.redundancy.costs import exchange_bytes
-from adacheck_store.trainer_hooks.detection import Detection
+from adacheck_store.redundancy.detector import Finding
+from adacheck_store.redundancy.states import holdings
+from adacheck_store.trainer_hooks.detection import Detection, sightings
 from adacheck_store.trainer_hooks.layouts import bind
 from adacheck_store.trainer_hooks.ranks import StoreGroup, find_group
+from tests.redundancy.virtual import Virtual
 
 from .rows import Row, median
 
@@ -131,9 +135,8 @@ def measured(size: int) -> list[dict[str, Any]]:
         return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(size)]
 
 
-def rows(sizes: tuple[int, ...] = SIZES) -> Iterator[Row]:
+def rows(sizes: tuple[int, ...] = SIZES, counted_sizes: tuple[int, ...] = COUNTED) -> Iterator[Row]:
     """Seconds, memory and bytes by number of ranks; then bytes alone."""
-    told = 0.0
     for size in sizes:
         found = measured(size)
         took = [
@@ -161,12 +164,31 @@ def rows(sizes: tuple[int, ...] = SIZES) -> Iterator[Row]:
             "  bytes that a rank sends to compare", f"{payload:.0f}", f"{counted.payload}",
             payload == counted.payload, f"as counted; to rank 0 {told:.0f} more",
         )  # fmt: skip
-    for size in COUNTED:
-        counted = exchange_bytes(tokens=_tokens(), sets=0, runs=0, size=size)
-        yield Row(
-            f"counted for {size} ranks: bytes that a rank sends", f"{counted.payload}", "", None,
-            f"lengths of messages {counted.counts}; rank 0 is told {told * size / 1e6:.1f} MB",
-        )  # fmt: skip
+    for size in counted_sizes:
+        yield _simulated(size)
+
+
+def _simulated(size: int) -> Row:
+    """Bytes of one of so many virtual ranks, whose homes are run; and what rank 0 is told."""
+    world = Virtual(size, 8, TENSORS)
+    rank = size // 3
+    payload, found = world.follow(rank)
+    assert found == world.copies(rank)
+    counted = exchange_bytes(tokens=TENSORS, sets=1, runs=1, size=size)
+    model, optimizer = _model(TENSORS)
+    _update(model, optimizer, 1)
+    everyone = frozenset(range(size))
+    findings = [
+        Finding(identity=each.identity, copies=everyone)
+        for each in sightings(bind(model, optimizer), size)
+    ]
+    told = len(encode_told(Told(node="node-0", updated=True, held=holdings(findings))))
+    return Row(
+        f"simulated, {size} ranks: bytes that a rank sends to compare", f"{payload}",
+        f"{counted.payload}", payload == counted.payload,
+        f"half on all ranks, half on 8; lengths of messages {counted.counts}; to rank 0 {told}, "
+        f"which is told {told * size / 1e6:.1f} MB",
+    )  # fmt: skip
 
 
 def _tokens() -> int:
@@ -175,5 +197,5 @@ def _tokens() -> int:
 
 
 if __name__ == "__main__":
-    for line in rows(tuple(map(int, sys.argv[1:])) or SIZES):
+    for line in rows(tuple(map(int, sys.argv[1:])) or SIZES, () if sys.argv[1:] else COUNTED):
         print(line.what, line.figure, line.bar, line.detail, sep=" | ", flush=True)

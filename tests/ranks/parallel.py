@@ -4,7 +4,7 @@ from __future__ import annotations
 
 DEEP = ("deep0", "deep1", "deep2", "deep3", "deep2turned", "deep2flip", "deep2micro")
 
-PARALLEL = ("zero", "moe", "stages", "mixed", *DEEP)
+PARALLEL = ("zero", "moe", "stages", "mixed", "many", *DEEP)
 """Kinds that are built here."""
 
 
@@ -17,7 +17,8 @@ def build_parallel(kind: str, rank: int, ranks: int, width: int):
     and stepped by ``ZeroRedundancyOptimizer``. ``stages``: two stages of a pipeline, each of
     layers that it numbers from 0, on four ranks each stage twice. ``mixed``: as an automatic
     planner might have it, each operator in its own way: copied, cut by columns or rows, copied in
-    bf16, stepped on one rank and sent to the others, of each rank alone. ``deep1`` to ``deep3``:
+    bf16, stepped on one rank and sent to the others, of each rank alone. ``many``: DDP with more
+    than 128 parameters. ``deep1`` to ``deep3``:
     DeepSpeed's stages of ZeRO in bf16, with two groups, ``deep2turned`` with the weights in another
     order, ``deep2micro`` with two micro-batches a step.
     """
@@ -25,12 +26,14 @@ def build_parallel(kind: str, rank: int, ranks: int, width: int):
         micro = 2 if kind == "deep2micro" else 1
         return _deep(int(kind[4]), width, turned=kind == "deep2turned", micro=micro)
     model = bare(kind, rank, ranks, width)
-    made = {"zero": _zero, "moe": _sent, "stages": _piped, "mixed": _planned}
+    made = {"zero": _zero, "moe": _sent, "stages": _piped, "mixed": _planned, "many": _copied}
     return made[kind](model, rank, ranks)
 
 
 def bare(kind: str, rank: int, ranks: int, width: int = 37):
     """The model of a rank, without what needs the other ranks."""
+    if kind == "many":
+        return _many()
     if kind in ("moe", "mixed"):
         return (_mixture if kind == "moe" else _operators)(rank, ranks, width)
     return _stage(rank >= ranks // 2, width) if kind == "stages" else _mlp(width)
@@ -65,6 +68,32 @@ def _mlp(width: int):
     )  # fmt: skip
     model[-1].bias.requires_grad_(False)
     return model
+
+
+def _many():
+    import torch
+    from torch import nn
+
+    class Many(nn.Module):
+        """A mean of many small parameters, added in the middle."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(9, 5), nn.Linear(5, 1)
+            self.more = nn.ParameterList(nn.Parameter(torch.randn(5)) for _ in range(150))
+
+        def forward(self, x):
+            return self.last(torch.tanh(self.first(x) + torch.stack(list(self.more)).mean(0)))
+
+    return Many()
+
+
+def _copied(model, rank: int, ranks: int):
+    from torch import nn
+    from torch.optim import AdamW
+
+    wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    return wrapped, AdamW(wrapped.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
 
 
 def _zero(model, rank: int, ranks: int):

@@ -45,7 +45,8 @@ def build(kind: str, rank: int, ranks: int, *, steps: int = STEPS, width: int = 
     parameters averaged now and then (post-local SGD).
     ``plain``: each rank has a model of its own under the same names, and nothing says so;
     ``unlike``: of another width, too.
-    ``grow``: so too, and the last layer is trained from a later step on only. ``hsdp``: each shard
+    ``grow``: so too, and the last layer is trained from a later step on only; ``widen``: that
+    under DDP. ``hsdp``: each shard
     on two ranks. ``tp``: the middle is cut by tensor parallelism, what is around it stands on all
     ranks. ``tp_fsdp``: that again sharded. ``whole``: what ``fsdp`` shards. Further kinds: see
     `parallel` and `elastic`.
@@ -95,9 +96,9 @@ def _simple(kind: str, ranks: int, width: int):
             if isinstance(layer, nn.Linear):
                 fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)  # the last layer is the root's
-    elif kind in ("ddp", "flip", "edit", "local"):
+    elif kind in ("ddp", "flip", "edit", "local", "widen"):
         model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    first = model[:-1] if kind == "grow" else model
+    first = {"grow": model, "widen": getattr(model, "module", ())}.get(kind, ())[:-1] or model
     optimizer = torch.optim.AdamW(
         [p for p in first.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.1,
         **({"foreach": False} if tensor else {"fused": True}),
@@ -195,8 +196,9 @@ def step(model, optimizer, schedule, batch) -> float:
 
 def grow(kind: str, model, optimizer, number: int) -> None:
     """Before an update: train the last layer too, from `GROWN_AT` on."""
-    if kind == "grow" and number == GROWN_AT:
-        optimizer.add_param_group({"params": list(model[-1].parameters()), "lr": 1e-3})
+    if kind in ("grow", "widen") and number == GROWN_AT:
+        last = getattr(model, "module", model)[-1]
+        optimizer.add_param_group({"params": list(last.parameters()), "lr": 1e-3})
 
 
 def flip(kind: str, model, rank: int, number: int) -> None:

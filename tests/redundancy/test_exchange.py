@@ -19,6 +19,7 @@ from adacheck_store.redundancy.costs import exchange_bytes, ring_bytes
 from adacheck_store.redundancy.exchange import carry, copy_sets
 from tests.redundancy.loop import Traffic, carry_all
 from tests.redundancy.ring import brute, reduced, ring
+from tests.redundancy.virtual import Virtual
 
 
 def token(text: str) -> bytes:
@@ -82,6 +83,24 @@ def test_payload_does_not_grow_with_the_ranks() -> None:
     _, ring_total = ring(grouped(32, 32, 200), [frozenset(range(32))])
     assert ring_total / 32 == ring_bytes(tokens=200, group=32)
     assert per_rank[128] < ring_bytes(tokens=200, group=128) / 20
+
+
+def test_a_rank_that_is_followed_is_counted_as_if_all_were_run() -> None:
+    """Each rank's bytes add up to what goes through an all-to-all of all of them."""
+    world = Virtual(22, 4, 60)
+    found, traffic = find([world.tokens_of(rank) for rank in range(22)])
+    followed = [world.follow(rank) for rank in range(22)]
+    assert [each for _, each in followed] == found == [world.copies(rank) for rank in range(22)]
+    assert sum(payload for payload, _ in followed) == traffic.payload
+
+
+@pytest.mark.parametrize("size", [128, 2048, pytest.param(16_384, marks=pytest.mark.slow)])
+def test_what_a_rank_sends_among_thousands(size: int) -> None:
+    """The same for any number, as counted by `costs`; what it finds is right."""
+    world = Virtual(size, 8, 200)
+    payload, found = world.follow(size // 3)
+    assert found == world.copies(size // 3)
+    assert payload == exchange_bytes(tokens=200, sets=1, runs=1).payload
 
 
 def test_a_rank_with_nothing_and_tokens_given_twice() -> None:

@@ -22,6 +22,7 @@ from adacheck_store.redundancy.shares import (
     wanted_of,
 )
 from adacheck_store.redundancy.states import Holding, states
+from adacheck_store.redundancy.witness import Witness
 from tests.redundancy.kit import WHOLE, ddp, everyone, figure6, held, shard, topology, zero3
 from tests.redundancy.loop import carry_all
 
@@ -188,10 +189,13 @@ def test_a_sharing_comes_back() -> None:
 def test_holdings_come_back() -> None:
     """Boxes, flat ranges, empty sides, reasons."""
     mine = [held("a", (WHOLE, {0}), None, "never"), held("b", None, (shard(1, 4), {0, 3}))]
-    told = encode_told(Told(node="n0", updated=True, held=tuple(mine)))
-    assert decode_told(told, 0) == Told(node="n0", updated=True, held=tuple(mine))
-    with pytest.raises(GroupError, match="rank 4"):
-        decode_told(told[:-2], 4)
+    witness = Witness(since=3, digests=bytes(range(256)) * 40)  # of 640 states
+    said = Told(node="n0", updated=True, held=tuple(mine), witness=witness)
+    told = encode_told(said)
+    assert decode_told(told, 0, {}) == said
+    for bad in (told[:-2], told[:50], b"", b"\xff" * 8 + told[8:]):
+        with pytest.raises(GroupError, match="rank 4"):
+            decode_told(bad, 4, {})
 
 
 def decided(
@@ -261,6 +265,22 @@ def test_copies_that_come_apart_are_named_with_the_step_they_were_equal() -> Non
     again = decode_sharing(decided(lead, run, 12, by=["", "", ""])[0])  # type: ignore[arg-type]
     assert again.redundancy.agreed == 4  # nobody has followed: no step since is in less doubt
     assert decided(lead, run, 16) == [AS_BEFORE] * 3
+
+
+def test_what_a_rank_tells_is_as_long_whatever_the_number_of_ranks() -> None:
+    """Sets of ranks are told as runs; ranks that hold the same are read once."""
+    told = [
+        encode_told(Told(node="n", updated=True, held=tuple(ddp(size, 50)[0]), by="x"))
+        for size in (2, 2000)
+    ]
+    assert len(told[1]) - len(told[0]) < 10
+    known: dict[bytes, tuple[Holding, ...]] = {}
+    first, second = (decode_told(told[1], rank, known) for rank in (0, 1))
+    assert first.held is second.held
+    assert len(known) == 1
+    found = Sharing.of(shares(states(ddp(300, 2)), topology(300)), 2, ("rank 1, " * 1000,) * 99)
+    assert decode_sharing(found.encode()) == found
+    assert len(found.encode()) < 300 * 250 + 20 * 4200
 
 
 def test_ranks_that_disagree_are_refused_everywhere() -> None:
