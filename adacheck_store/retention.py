@@ -120,11 +120,16 @@ def plan_floor(
     catalog = tier_catalog(tier, run)
     catalog = catalog if own is None else catalog.only(*own)
     terms, plans = standing(catalog)
-    # A tier of some parts alone cannot ask all ranks' witnesses; its cap has.
-    offered = plans if own is not None else (p for p in plans if _is_offered(tier, catalog, p))
-    choice = _choose(catalog, terms, offered, keep_bases, cap)
-    if choice is None or choice.step <= current:
-        return None
+    needed: int | None = cap
+    while True:
+        # A tier of some parts alone cannot ask all ranks' witnesses; its cap has.
+        offered = plans if own is not None else (p for p in plans if _is_offered(tier, catalog, p))
+        choice = _choose(catalog, terms, offered, keep_bases, needed)
+        if choice is None or choice.step <= current:
+            return None
+        needed = _tags_need(tier, catalog, choice)
+        if needed is None:
+            break
     read_back(tier, choice.bases)
     before = {step for floor in _floors(catalog, terms) for step in floor.kept}
     plans = [plan for plan in plans if plan.step < choice.step]
@@ -140,6 +145,36 @@ def plan_floor(
         if not worse:
             return replace(choice, kept=kept, logged=logged)
         bad |= worse  # what does not verify keeps nothing: another step of its stretch may
+
+
+def _tags_need(tier: Tier, catalog: Catalog, choice: FloorChoice) -> int | None:
+    """The highest floor below which no tagged step is lost; None where ``choice`` loses none.
+
+    A tag is kept by its step's own base. Where that is gone or damaged, and the chain gives the
+    step, the chain stays. What an earlier floor has passed has no chain any more.
+    """
+    name, found = tier.traits.name, []
+    lowest = max((floor.step for floor in _floors(catalog, choice.terms)), default=0)
+    for tag in catalog.tags:
+        lost: set[tuple[str, str]] = set()
+        while tag.term in choice.terms and lowest <= tag.step < choice.step:
+            sound = catalog.without(lost)
+            plan = Prover(sound, tolerant_line(sound, tag.term)).prove(tag.step)
+            if not isinstance(plan, RestorePlan):
+                break
+            refs = [ref for part in plan.parts for ref in (part.base, *part.deltas)]
+            broken = {(name, ref.key) for ref in refs if not _whole(tier, [ref])}
+            if not broken:
+                if any(part.deltas for part in plan.parts):
+                    found.append(min(part.base.step for part in plan.parts))
+                    log.warning(
+                        "run %s: the step of tag %s has no sound base in tier %s, and what is "
+                        "deleted ends at step %d for it; compact --to %d writes one",
+                        catalog.run, tag.name, name, found[-1], tag.step,
+                    )  # fmt: skip
+                break
+            lost |= broken
+    return min(found, default=None)
 
 
 def _kept(
@@ -202,11 +237,16 @@ def _number(tier: Tier, plan: RestorePlan, path: str) -> float | None:
 
 
 def _verifies(tier: Tier, plan: RestorePlan) -> bool:
-    """Whether all of a step verifies; raises what may pass: unread is not damaged."""
+    """Whether all of a step that stands by itself verifies."""
     extras = [ref for refs in plan.extras.values() for ref in refs]
+    return _whole(tier, [*(part.base for part in plan.parts), *extras])
+
+
+def _whole(tier: Tier, refs: Iterable[RecordRef]) -> bool:
+    """Whether records verify; raises what may pass: unread is not damaged."""
     fetcher = Fetcher([tier])
     try:
-        _read_all(fetcher, [*(part.base for part in plan.parts), *extras])
+        _read_all(fetcher, refs)
     except (FormatError, RecordNotFoundError, BlocksLostError):
         _raise_unread(fetcher)
         return False

@@ -247,18 +247,20 @@ class Upkeep:
             self._changed.notify_all()
 
     def _based_anew(self, plan: PartPlan, error: BlocksLostError) -> bool:
-        """Whether a later base than the plan's gives the same step; it is folded from that then.
+        """Whether a later base than the plan's gives the newest step; it is folded from that then.
 
         Others may have written one, and a floor may have passed what this fold began with. Raises
         the trouble of a tier that does not answer: what is there may be whole.
         """
+        with self._changed:
+            newest = self._tail.deltas[-1] if self._tail.deltas else plan.deltas[-1]
         catalog = read_catalog(self._store.tiers, self._run_name)
         for trouble in catalog.troubles:
             if not trouble.key:
                 raise trouble.error
         line = tolerant_line(catalog, str(self._term))
         proofs = prove_part(catalog.without(error.lost), line, self._part)[str(self._term)]
-        proof = proofs.get(plan.step, {}).get(plan.link)
+        proof = proofs.get(newest.step, {}).get(newest.id)
         base = plan.base if proof is None else proof.origin()
         if base.step <= plan.base.step or base.exactness not in ("exact", plan.base.exactness):
             return False

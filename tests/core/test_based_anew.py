@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 import time
 from collections.abc import Callable
 
@@ -16,6 +17,7 @@ from adacheck_store.session import RunSession
 from adacheck_store.store import Store
 from adacheck_store.tools.compact import compact
 from adacheck_store.tools.gc import Ages, gc
+from adacheck_store.upkeep import Upkeep
 from tests.core.kit import QUICK, Journal, KeptTier, begin, make_toy, session_on, train
 
 WAIT_S = 30.0
@@ -64,6 +66,35 @@ def test_what_gc_leaves_is_folded_from() -> None:
         journal.assert_same(restore_state([tier], "run", step=step))
     with pytest.raises(NotProvableError):
         restore_state([tier], "run", step=9)
+
+
+def test_a_base_beyond_the_next_multiple_serves_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `compact` wrote when all was there is not disowned for a delta that is lost later."""
+    tier, real, gate = KeptTier("memory"), Upkeep._compact, threading.Event()
+
+    def late(self: Upkeep, step: int) -> None:
+        assert step < 16 or gate.wait(WAIT_S)
+        real(self, step)
+
+    monkeypatch.setattr(Upkeep, "_compact", late)
+    session = session_on(tier, tier, KEEP)
+    toy, journal = make_toy(), Journal()
+    begin(session, toy, journal)
+    train(session, toy, journal, 8)
+    settled(session, 8)
+    train(session, toy, journal, 11)
+    until(lambda: session.status().stored == 19)
+    list(compact(Store("memory://given", tier, tier), "run", to=18))
+    tier.delete([key for key in tier.list("run/") if key.endswith("/delta/000000000012")])
+    gate.set()
+    train(session, toy, journal, 6)
+    settled(session, 24)
+    session.flush(WAIT_S)
+    session.close()
+    for step in (*range(12), *range(18, 26)):
+        journal.assert_same(restore_state([tier], "run", step=step))
+    with pytest.raises(NotProvableError):
+        restore_state([tier], "run", step=12)
 
 
 def test_a_tier_that_does_not_answer_has_lost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -167,6 +168,17 @@ def mend(world: World) -> None:
                 assert row.done == REBUILT or not elsewhere, f"{row} is whole in another tier"
         assert {row.done for row in again} <= {LEFT}, again
         assert before <= set(world.places(world.catalog(store))), "a repair has lost a step"
+        if not _no_objects(world, store):
+            _mend_tags(world, store)
     if not again and not world.damaged and not world.lost:
         DONE["whole again"] += world.planted
         world.planted = False  # from here on it is as good as any
+
+
+def _mend_tags(world: World, store: Store) -> None:
+    """Tagged steps whose bases were set aside get new ones, as the warning of retention says."""
+    for row in tags.tags(store, RUN):
+        if row.on_line and not row.base and row.name in world.tagged:
+            with suppress(AdaCheckError):
+                list(compact_verb(store, RUN, to=row.step))
+                DONE["tag mended"] += 1

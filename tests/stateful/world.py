@@ -23,7 +23,9 @@ from adacheck_store.policy import Retention
 from adacheck_store.session import RunSession
 from adacheck_store.store import open_store
 from adacheck_store.tiers import failpoints
+from adacheck_store.tools import tag as tags
 from adacheck_store.tools.findings import Finding
+from adacheck_store.tools.fsck import fsck
 from tests.core.kit import BrokenTier, load
 from tests.core.toy import Toy
 from tests.stateful.places import Place
@@ -203,7 +205,24 @@ class World(Truth):
         self.promised = {
             place for place in self.promised if place[0] != writer.term or place[1] < first
         }
-        return self._close_gap(node)
+        there = self._close_gap(node)
+        self._forget_lost_tags(writer.term, first)
+        return there
+
+    def _forget_lost_tags(self, term: str, first: int) -> None:
+        """Tags of steps that were found wrong are gone where fsck says so, as its hint wants it."""
+        with self.read() as store:
+            said = [row.what for row in fsck(store, RUN)
+                    if isinstance(row, Finding) and row.kind == "tag"]  # fmt: skip
+            for name, at in list(self.tagged.items()):
+                if (
+                    at[0] == term
+                    and at[1] >= first
+                    and any(text.startswith(f"tag {name}:") for text in said)
+                ):
+                    tags.remove(store, name, RUN)
+                    del self.tagged[name]
+                    DONE["tag disowned"] += 1
 
     def prune(self, node: str) -> bool:
         """Train until what lies before the last bases can be deleted, and see that it is."""

@@ -224,6 +224,25 @@ def test_a_damaged_extra_of_a_tagged_step_stops_nothing(
     assert findings(store)[0] == 1
 
 
+def test_a_tag_whose_base_is_damaged_keeps_its_chain(
+    store: Path, states: dict[int, Restored]
+) -> None:
+    """The chain still gives the step; when a new base does, the rest may go."""
+    assert cli("tag", store, "good", 13).exit_code == 0
+    (key,) = (key for key in keys_of(store, "zarr", "base") if parse_key(key).step == 13)
+    chunk = next((store / "objects" / key).rglob("c/0"))
+    chunk.write_bytes(bytes(byte ^ 1 for byte in chunk.read_bytes()))
+    rows = collected(store, "--last", 2, "--apply")
+    assert (rows[0]["done"], rows[0]["step"]) == ("raised", 8)
+    with open_for_reading(str(store)) as opened:
+        assert provable([opened.far], states) == list(range(8, END + 1))
+    assert cli("compact", store, "--to", 13).exit_code == 0
+    rows = collected(store, "--last", 2, "--apply")
+    assert (rows[0]["done"], rows[0]["step"]) == ("raised", 32)
+    with open_for_reading(str(store)) as opened:
+        assert provable([opened.far], states) == [13, *range(32, END + 1)]
+
+
 def test_best_by_what_is_tracked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The number stands in rank 0's extra; steps without one are no best."""
     from tests.core import toy as module
