@@ -234,6 +234,9 @@ class FileMachine(Machine):
     @rule(point=st.sampled_from(RAISING), hit=st.integers(1, 6), steps=st.integers(1, 12))
     def kill(self, point: str, hit: int, steps: int) -> None:
         """A child restores, trains and is killed somewhere on the way; other writers live on."""
+        if self.world.collected:  # what gc has opened for writing stays locked while a writer reads
+            self.world.close_all()
+            self.world.collected = False
         out = self.folder / "journal.jsonl"
         out.unlink(missing_ok=True)
         code = child.run(self.world.place, out, f"{point}:{hit}", steps, self.world.next_seed())

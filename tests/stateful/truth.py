@@ -44,6 +44,7 @@ class Truth:
         self.damaged: set[Pair] = set()
         self.planted = False
         self.lost = False
+        self.collected = False
         self.trust_truth = True
         self._log = log or (lambda **row: None)
         os.environ["ADACHECK_NODE"] = NODES[0]

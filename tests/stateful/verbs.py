@@ -98,6 +98,7 @@ def collect(world: World, last: int, every: int) -> None:
             return
         far = store.far
         before = tier_catalog(far, RUN)
+        world.collected = True
         try:
             rows = list(gc(store, RUN, last=last, rules=rules, apply=True, ages=Ages(grace_s=0.0)))
         except AdaCheckError:

@@ -190,10 +190,16 @@ class World(Truth):
         return there and self._close_gap(node)
 
     def declare_gap(self, node: str, back: int) -> bool:
-        """Something finds the last steps wrong: they are disowned, a captured base follows."""
-        DONE["disowned"] += 1
+        """Something finds the last steps wrong: they are disowned, a captured base follows.
+
+        Not the step that a floor stands on: its base was proven when it was folded.
+        """
         writer = self.writers[node]
-        first = max(self._begun(writer.term) + 1, writer.toy.step - back + 1)
+        lowest = max(self._begun(writer.term), self._all_floors().get(writer.term, -1)) + 1
+        first = max(lowest, writer.toy.step - back + 1)
+        if first > writer.toy.step:
+            return True
+        DONE["disowned"] += 1
         inner = writer.session._writer
         assert inner is not None
         inner.ask_for_base("planned", first)
