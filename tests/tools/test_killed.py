@@ -21,6 +21,7 @@ from adacheck_store.restore import restore_state
 from adacheck_store.store import open_for_reading
 from adacheck_store.tiers import failpoints
 from tests.core.toy import Toy
+from tests.forked import run
 from tests.tools.stores import LAST, RUN, cli, cli_json, findings, tree_digest
 
 pytestmark = pytest.mark.fault
@@ -92,18 +93,10 @@ def arguments(act: Act, store: Path, target: Path, source: Path) -> list[str]:
 
 
 def killed(line: list[str], spec: str) -> bool:
-    """Run a command in a child that a failpoint may kill; whether it did."""
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            failpoints.arm(spec)
-            code = cli(*line).exit_code
-        finally:
-            os._exit(code)
-    _, status = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0, (spec, status)
-    return os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+    """Run a command in a process that a failpoint may kill; whether it did."""
+    code, said = run(["adacheck_store", *line], fail=spec)
+    assert code in (0, -signal.SIGKILL), (spec, said)
+    return code == -signal.SIGKILL
 
 
 def whole(store: Path, toy: Toy) -> None:

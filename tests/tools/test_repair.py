@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import subprocess
@@ -18,6 +17,7 @@ from adacheck_store.tiers import failpoints
 from adacheck_store.tools.fsck import fsck
 from adacheck_store.tools.repair import repair
 from tests.core.toy import Toy
+from tests.forked import run
 from tests.tools.stores import (
     LAST,
     cli,
@@ -211,19 +211,10 @@ def mend(store: Path) -> None:
 
 
 def killed(store: Path, spec: str) -> bool:
-    """A repair in a child that a failpoint may kill; whether it did."""
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            failpoints.arm(spec)
-            mend(store)
-            code = 0
-        finally:
-            os._exit(code)
-    _, status = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
-    return os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+    """A repair in a process that a failpoint may kill; whether it did."""
+    code, said = run(["adacheck_store", "fsck", "--repair", str(store)], fail=spec)
+    assert code in (4, -signal.SIGKILL), (spec, said)
+    return code == -signal.SIGKILL
 
 
 def steps(store: Path) -> set[tuple[str, str]]:
