@@ -142,9 +142,10 @@ class ZarrTier(Tier):
                         self.objects.delete(names)
 
     def _remove(self, key: Key) -> None:
-        """Delete a group, its document first."""
-        self.objects.delete([f"{key}{_TAIL}"])
-        self.objects.delete(tuple(self.objects.list(f"{key}/")))
+        """Delete a group whose document is gone. A log's entry is a document alone, and its place
+        may be another's by now."""
+        if key.kind != "log":
+            self.objects.delete(tuple(self.objects.list(f"{key}/")))
 
     def delete(self, keys: Iterable[str]) -> None:
         """Delete records, heads first; a pack only when none of its steps is lost by it."""
@@ -190,6 +191,7 @@ class ZarrTier(Tier):
                 self.objects.put(f"{ASIDE}{name}", [self.objects.get(name)])
             self.objects.sync()
             self.objects.delete(name for name in names if name != f"{key}{_TAIL}")
+            self.objects.delete([f"{key}{_TAIL}"])
             self._remove(parsed)
             self._shelf.drop(parsed)
             self._forget_group(key)
