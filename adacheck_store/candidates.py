@@ -22,7 +22,7 @@ from adacheck_store.format.errors import (
 )
 from adacheck_store.tiers.base import Tier
 
-from .catalog import Catalog, read_catalog
+from .catalog import Catalog, may_pass, read_catalog
 from .deaths import Ceiling
 from .fetch import BlocksLostError, Fetcher
 from .group import SOLO, Group, lead, share
@@ -31,6 +31,7 @@ from .plan_json import decode_plan, encode_plan
 from .recovery import NOWHERE, Nearness, RestorePlan, nearer, plan_restore
 
 T = TypeVar("T")
+Pair = tuple[str, str]
 
 REASONS_MAX = 20
 """Damaged records named when steps were lost to them."""
@@ -58,7 +59,7 @@ class _Planner:
         ceiling: Ceiling | None = None, read: Callable[[], Catalog] | None = None,
     ) -> None:  # fmt: skip
         self._catalog, self._ceiling = catalog, ceiling
-        self._read, self._anew, self._left_out = read, 0, set[tuple[str, str]]()
+        self._read, self._anew, self._left_out = read, 0, set[Pair]()
         self._step, self._term, self._near = step, term, near
         self._newest = -1
         self._reasons: list[str] = []
@@ -81,34 +82,33 @@ class _Planner:
 
     def learn(self, plan: RestorePlan, harms: Sequence[Mapping[str, Any]]) -> None:
         """Leave out what a rank could not use of a plan, unless it was deleted meanwhile."""
-        lost = {(tier, key) for harm in harms for tier, key in harm.get("lost", ())}
-        if lost and self._look_anew(lost):
-            return
-        self._left_out |= lost
+        gone = self._look_anew({pair for harm in harms for pair in _lost(harm)})
         for harm in harms:
-            if not harm:
-                continue
-            self._reasons.append(harm["why"])
-            if "last_match" in harm:
-                self._catalog = _end_chain(self._catalog, plan, harm["last_match"])
-            else:
-                self._catalog = self._catalog.without(map(tuple, harm["lost"]))
+            ended = _after(plan, harm["last_match"]) if "last_match" in harm else set[Pair]()
+            damaged = ended | _lost(harm) - gone
+            if damaged:
+                self._reasons.append(harm["why"])
+                self._left_out |= damaged
+        self._catalog = self._catalog.without(self._left_out)
 
-    def _look_anew(self, lost: Collection[tuple[str, str]]) -> bool:
-        """Read the tiers again; whether records that could not be used are no longer there."""
-        if self._read is None or self._anew >= ANEW_MAX:
-            return False
+    def _look_anew(self, lost: Collection[Pair]) -> set[Pair]:
+        """Which records that could not be used are no longer there: if any, the tiers, read again,
+        are what is planned from. A tier of which less could be read than before tells nothing."""
+        if not lost or self._read is None or self._anew >= ANEW_MAX:
+            return set()
         fresh = self._read()
-        held = {(tier, ref.key) for table in (fresh.bases, fresh.deltas, fresh.extras)
-                for refs in table.values() for ref in refs for tier in ref.tiers}  # fmt: skip
-        held |= {(trouble.tier, trouble.key) for trouble in fresh.troubles}
-        gone = sorted(key for _, key in set(lost) - held)
-        if not gone or fresh.empty:
-            return False
+        unread = {
+            trouble.tier for trouble in fresh.troubles if not trouble.key or may_pass(trouble.error)
+        }
+        held = _held(fresh) | {(trouble.tier, trouble.key) for trouble in fresh.troubles}
+        gone = set(lost) - held
+        if not gone or fresh.empty or unread & {tier for tier, _ in _held(self._catalog)}:
+            return set()
         self._anew += 1
-        self._reasons.append(f"planned anew: {gone[0]} was deleted while this read it")
-        self._catalog = fresh.without(self._left_out)
-        return True
+        key = min(key for _, key in gone)
+        self._reasons.append(f"planned anew: {key} was deleted while this read it")
+        self._catalog = fresh
+        return gone
 
     def refuse(self, plan: RestorePlan, why: str) -> None:
         """Take another step than the plan's."""
@@ -197,15 +197,21 @@ def _with_damage(error: RestoreError, damage: AdaCheckError | None) -> RestoreEr
     return error
 
 
-def _end_chain(catalog: Catalog, plan: RestorePlan, last_match: int) -> Catalog:
-    """Leave out the deltas of the plan's chains after the last step that agreed."""
-    lost = [
-        (tier, ref.key)
-        for part in plan.parts
-        for ref in part.deltas
-        if ref.step > last_match
-        for tier in ref.tiers
-    ]
-    if not lost:
+def _lost(harm: Mapping[str, Any]) -> set[Pair]:
+    """The (tier, key) pairs that could not be used."""
+    return {(tier, key) for tier, key in harm.get("lost", ())}
+
+
+def _held(catalog: Catalog) -> set[Pair]:
+    """The (tier, key) pairs of all records of steps."""
+    tables = (catalog.bases, catalog.deltas, catalog.extras)
+    return {(tier, ref.key) for table in tables for refs in table.values()
+            for ref in refs for tier in ref.tiers}  # fmt: skip
+
+
+def _after(plan: RestorePlan, last_match: int) -> set[Pair]:
+    """The deltas of the plan's chains after the last step that agreed: never empty."""
+    deltas = [ref for part in plan.parts for ref in part.deltas if ref.step > last_match]
+    if not deltas:
         raise ChainBrokenError("a fold differs, and no delta is left to leave out", run=plan.run)
-    return catalog.without(lost)
+    return {(tier, ref.key) for ref in deltas for tier in ref.tiers}

@@ -26,7 +26,7 @@ from adacheck_store.tiers.base import Tier
 from adacheck_store.tiers.transfer import copy_into
 
 from .arrays import byte_tensor, torch_dtype
-from .catalog import RecordRef
+from .catalog import RecordRef, may_pass
 
 
 class BlocksLostError(ChainError):
@@ -74,6 +74,13 @@ class Fetcher:
         pairs = [(name, ref.key) for name in ref.tiers]
         messages = dict.fromkeys(str(e) for e in self.failures if e.place.get("key") == ref.key)
         return BlocksLostError(ref, pairs, "; ".join(messages) or "it is held nowhere")
+
+    def raise_unread(self, key: str = "") -> None:
+        """Raise what kept a record (that of ``key`` alone, if given) from being read, if anything
+        did: unread is not damaged."""
+        for failure in self.failures:
+            if may_pass(failure) and key in ("", failure.place.get("key")):
+                raise failure from None
 
     def head(self, ref: RecordRef) -> SealedHead:
         """The verified head; raises `BlocksLostError`."""

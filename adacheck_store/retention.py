@@ -21,7 +21,7 @@ from adacheck_store.tiers.base import Tier
 from adacheck_store.tiers.zarr import ZarrTier
 
 from .arrays import tensor_of
-from .catalog import Catalog, RecordRef, may_pass, read_catalog
+from .catalog import Catalog, RecordRef, read_catalog
 from .config import made_at
 from .drain import TierSource
 from .fetch import ArrayReader, BlocksLostError, Fetcher
@@ -248,7 +248,7 @@ def _whole(tier: Tier, refs: Iterable[RecordRef]) -> bool:
     try:
         _read_all(fetcher, refs)
     except (FormatError, RecordNotFoundError, BlocksLostError):
-        _raise_unread(fetcher)
+        fetcher.raise_unread()
         return False
     return True
 
@@ -262,14 +262,8 @@ def _is_offered(tier: Tier, catalog: Catalog, plan: RestorePlan) -> bool:
     fetcher = Fetcher([tier])
     parting = parted(fetcher, plan)
     if parting.harms:
-        _raise_unread(fetcher)
+        fetcher.raise_unread()
     return not (parting.harms or parting.why)
-
-
-def _raise_unread(fetcher: Fetcher) -> None:
-    for failure in fetcher.failures:
-        if may_pass(failure):
-            raise failure from None
 
 
 def _base_steps(catalog: Catalog, terms: set[str]) -> list[int]:

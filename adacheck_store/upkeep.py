@@ -214,10 +214,10 @@ class Upkeep:
             with self._changed:  # a gap: nothing to fold until the captured base that closes it
                 self._tail.base = None
             return
-        near = self._store.near
+        near, fetcher = self._store.near, Fetcher(self._store.tiers)
         try:
             source = ReplayedBase(
-                Fetcher(self._store.tiers), self._layouts[plan.layout], self._anywhere(plan),
+                fetcher, self._layouts[plan.layout], self._anywhere(plan),
                 run=self._run_name, term=str(self._term), step=step,
                 manifest=plan.deltas[-1].manifest,
             )  # fmt: skip
@@ -232,6 +232,7 @@ class Upkeep:
         except BlocksLostError as error:
             if self._tail.base is not plan.base or self._based_anew(plan, error):
                 return  # a newer base came, and what was being folded may have been pruned
+            fetcher.raise_unread(str(error.place["key"]))
             self._distrust(str(error), int(error.place.get("step", plan.base.step)))
             raise
         key = parse_key(source.key)
@@ -250,14 +251,12 @@ class Upkeep:
         """Whether a later base than the plan's gives the newest step; it is folded from that then.
 
         Others may have written one, and a floor may have passed what this fold began with. Raises
-        the trouble of a tier that does not answer: what is there may be whole.
+        the trouble of a tier, or of a record, that could not be read: it may be whole.
         """
         with self._changed:
             newest = self._tail.deltas[-1] if self._tail.deltas else plan.deltas[-1]
         catalog = read_catalog(self._store.tiers, self._run_name)
-        for trouble in catalog.troubles:
-            if not trouble.key:
-                raise trouble.error
+        catalog.raise_unread()
         line = tolerant_line(catalog, str(self._term))
         proofs = prove_part(catalog.without(error.lost), line, self._part)[str(self._term)]
         proof = proofs.get(newest.step, {}).get(newest.id)

@@ -6,11 +6,13 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from adacheck_store import duty as duty_module
 from adacheck_store.format.errors import NotProvableError, TierUnavailableError
+from adacheck_store.format.head import SealedHead
 from adacheck_store.format.keys import parse_key
 from adacheck_store.restore import restore_state
 from adacheck_store.session import RunSession
@@ -19,6 +21,7 @@ from adacheck_store.tools.compact import compact
 from adacheck_store.tools.gc import Ages, gc
 from adacheck_store.upkeep import Upkeep
 from tests.core.kit import QUICK, Journal, KeptTier, begin, make_toy, session_on, train
+from tests.core.toy import Toy
 
 WAIT_S = 30.0
 KEEP = dataclasses.replace(QUICK, keep_bases=100)
@@ -44,8 +47,10 @@ def settled(session: RunSession, base: int) -> None:
     assert session.status().mismatch == ""
 
 
-def test_what_gc_leaves_is_folded_from() -> None:
-    """A base that somebody else writes may be all that a floor leaves of those before it."""
+@pytest.mark.parametrize("throttled", [False, True])
+def test_what_gc_leaves_is_folded_from(monkeypatch: pytest.MonkeyPatch, throttled: bool) -> None:
+    """A base that somebody else writes may be all that a floor leaves of those before it, also
+    where it cannot be read at once."""
     tier = KeptTier("memory")
     session = session_on(tier, tier, KEEP)
     toy, journal = make_toy(), Journal()
@@ -58,8 +63,19 @@ def test_what_gc_leaves_is_folded_from() -> None:
     list(gc(store, "run", last=1, apply=True, ages=Ages(grace_s=0.0)))
     bases = [key.step for key in map(parse_key, tier.list("run/")) if key.kind == "base"]
     assert bases == [10]
+    head, failed = tier.head, [not throttled]
+
+    def late(key: str) -> SealedHead:
+        folds = threading.current_thread().name == "adacheck-compact"
+        if folds and "/base/000000000010" in key and not failed[0]:
+            failed[0] = True
+            raise TierUnavailableError("slow down")
+        return head(key)
+
+    monkeypatch.setattr(tier, "head", late)
     train(session, toy, journal, 7)
     settled(session, 16)
+    assert failed[0]
     session.flush(WAIT_S)
     session.close()
     for step in range(10, 19):
@@ -97,18 +113,31 @@ def test_a_base_beyond_the_next_multiple_serves_too(monkeypatch: pytest.MonkeyPa
         restore_state([tier], "run", step=12)
 
 
-def test_a_tier_that_does_not_answer_has_lost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new node begins with a base that the far tier alone has, which fails while it is folded."""
-    far = KeptTier("far")
-    session = session_on(KeptTier("old"), far, KEEP)
-    toy, journal = make_toy(), Journal()
+def late_base(far: KeptTier) -> tuple[RunSession, Toy, Journal]:
+    """A new node, which begins at step 11 with a base that the far tier alone has."""
+    session, toy, journal = session_on(KeptTier("old"), far, KEEP), make_toy(), Journal()
     begin(session, toy, journal)
     train(session, toy, journal, 11)
     session.flush(WAIT_S)
     session.close()
-
     session = session_on(KeptTier("new"), far, KEEP)
     begin(session, toy, journal)
+    return session, toy, journal
+
+
+def ended(session: RunSession, far: KeptTier, journal: Journal) -> None:
+    """A base comes at step 16, and none of 17 steps was lost."""
+    settled(session, 16)
+    session.flush(WAIT_S)
+    session.close()
+    for step in range(18):
+        journal.assert_same(restore_state([far], "run", step=step))
+
+
+def test_a_tier_that_does_not_answer_has_lost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The far tier fails while its base is folded."""
+    far = KeptTier("far")
+    session, toy, journal = late_base(far)
     asked: list[str] = []
 
     def fail(name: str) -> Callable[..., None]:
@@ -123,8 +152,26 @@ def test_a_tier_that_does_not_answer_has_lost_nothing(monkeypatch: pytest.Monkey
             patch.setattr(far, name, fail(name))
         train(session, toy, journal, 6)
         until(lambda: asked.count("list") > 1 or bool(session.status().mismatch))
-    settled(session, 16)
-    session.flush(WAIT_S)
-    session.close()
-    for step in range(18):
-        journal.assert_same(restore_state([far], "run", step=step))
+    ended(session, far, journal)
+
+
+def test_a_read_that_fails_once_has_lost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The far tier answers again as soon as it is looked at."""
+    far = KeptTier("far")
+    session, toy, journal = late_base(far)
+    failed: list[str] = []
+
+    def once(call: Callable[..., Any]) -> Callable[..., Any]:
+        def called(key: str, *rest: Any) -> Any:
+            if "/base/" in key and not failed:
+                failed.append(key)
+                raise TierUnavailableError("the store does not answer")
+            return call(key, *rest)
+
+        return called
+
+    for name in ("read", "read_into"):
+        monkeypatch.setattr(far, name, once(getattr(far, name)))
+    train(session, toy, journal, 6)
+    ended(session, far, journal)
+    assert failed
