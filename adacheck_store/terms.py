@@ -40,6 +40,9 @@ CLAIM_S = 600.0
 RENEW_S = 60.0
 """How often a claim gives a sign of life while its owner restores."""
 
+ENDS_S = 6.0
+"""Longest wait for one that is being given: a tier that hangs must not hold what comes after."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Log:
@@ -262,7 +265,7 @@ def renewed(tier: Tier, run: str, term: Term | None) -> Iterator[None]:
         yield
     finally:
         ended.set()
-        thread.join(timeout=RENEW_S / 10)
+        thread.join(timeout=ENDS_S)
 
 
 class Rivals:
