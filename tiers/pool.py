@@ -254,6 +254,8 @@ class _Session:
         self.dead = ""
         """Why it ended; empty while it lives."""
         self.silent = False
+        self.heard_at = 0.0
+        """When the pulse was answered last, by this process's monotonic clock."""
         self.failure: AdaCheckError | None = None
         self.lent = 0
         self.places = KnownPlaces()
@@ -291,7 +293,7 @@ class _Session:
 
     def start(self, pulse: Channel) -> None:
         """Begin to ping."""
-        self.ready = True
+        self.heard_at, self.ready = time.monotonic(), True
         threading.Thread(
             target=self._beat, args=(pulse,), name="adacheck-pulse", daemon=True
         ).start()
@@ -301,6 +303,7 @@ class _Session:
             while not self._ended.wait(self._limits.beat_s):
                 pulse.send(Kind.CALL, {"verb": "ping"})
                 expect(pulse, self._limits.silence_s)
+                self.heard_at = time.monotonic()
         except (ChannelError, AdaCheckError) as exc:
             self.silent = not (isinstance(exc, ChannelError) and exc.lost)
             self.end(f"its pulse ended: {exc}")
@@ -312,7 +315,9 @@ class _Session:
         with self._lock:
             if self.dead:
                 return
-            self.dead = why or "ended"
+            since_s = time.monotonic() - self.heard_at
+            last = f", {since_s:.2f} s after it was last heard" if self.ready else ""
+            self.dead = (why or "ended") + last
             for channel in self._channels:
                 channel.abort()  # who uses it closes it
             idle = list(self._idle)

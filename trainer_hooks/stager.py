@@ -121,13 +121,16 @@ def round_into(targets: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -
     pairs = zip(targets, grads, strict=True)
     rest = [(target, grad) for target, grad in pairs if not kernels.round_half(grad, target)]
     some: list[tuple[torch.Tensor, torch.Tensor]] = []
+    elements = 0
     for number, pair in enumerate(rest, 1):
         some.append(pair)
-        if sum(grad.numel() for _, grad in some) >= ROUNDED_TOGETHER or number == len(rest):
+        elements += pair[1].numel()
+        if elements >= ROUNDED_TOGETHER or number == len(rest):
             halves, whole = map(list, zip(*some, strict=True))
             torch._foreach_copy_(halves, whole)
             torch._foreach_copy_(whole, halves)
             some.clear()
+            elements = 0
 
 
 class StateArea(Landing):

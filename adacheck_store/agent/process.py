@@ -48,6 +48,9 @@ SPARE = (0.1, 0.25, 2.0)
 """Of a grace this share stays unused, for a busy machine to end the process in; or so large a
 share, up to so many seconds, if that is more."""
 
+AGAIN_S = 1.0
+"""Within so long of the first a signal is the same one, told twice: to the group and to us."""
+
 SAY_S = 10.0
 """How often an agent that is to stop says what it waits for."""
 
@@ -103,6 +106,7 @@ class _Agent:
         self._boot, self._metrics = new_nonce(), ""
         self._memory = memory
         self._stopping = 0
+        self._signal_at: float | None = None
         self._wake = threading.Event()
         self._reached = threading.Event()
         self._endpoints: list[str] = []
@@ -174,13 +178,17 @@ class _Agent:
         self._wake.set()
 
     def _signalled(self, number: int, frame: object) -> None:
-        if self._options.grace_s and not self._stopping:  # a tier that hangs holds up no timer
-            grace_s = self._options.grace_s
+        now = time.monotonic()
+        if self._signal_at is not None:
+            self._stop(now - self._signal_at > AGAIN_S)
+            return
+        self._signal_at, grace_s = now, self._options.grace_s
+        if grace_s:  # also after a stop command; a tier that hangs holds up no timer
             spare_s = max(SPARE[0] * grace_s, min(SPARE[1] * grace_s, SPARE[2]))
             last = threading.Timer(grace_s - spare_s, self._cut_off)
             last.daemon = True
             last.start()
-        self._stop(self._stopping > 0)
+        self._stop(False)
 
     def _cut_off(self) -> None:
         """The grace is over: end, whatever hangs. What a kill cuts off, the tiers can bear."""
@@ -213,7 +221,7 @@ class _Agent:
             if time.monotonic() - said > SAY_S:
                 said = time.monotonic()
                 behind = self._shell.behind
-                self._say(f"stopping when {behind} records are drained; again to stop at once")
+                self._say(f"stopping when {behind} records are drained; at once at a second signal")
             self._wake.clear()
             self._wake.wait(0.1)
         behind = self._shell.behind
@@ -221,8 +229,11 @@ class _Agent:
         return 3 if behind else 0
 
     def _awaits_trainers(self) -> bool:
-        """Within a grace: true while trainers live, whose last steps are still to come."""
-        if not self._options.grace_s:
+        """Within a grace: true while trainers live, whose last steps are still to come.
+
+        It begins with the signal: a stop command alone sets no time that would end the wait.
+        """
+        if not self._options.grace_s or self._signal_at is None:
             return False
         self._shell.heartbeat(self._server.sessions)
         self._shell.hurry()  # a trainer that opens its term takes it back

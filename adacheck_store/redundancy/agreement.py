@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import xxhash
@@ -94,10 +94,29 @@ def encode_told(told: Told) -> bytes:
     return len(held).to_bytes(LENGTH_BYTES, "little") + held + canonical.dumps(own)
 
 
-def decode_told(data: bytes, rank: int, known: dict[bytes, tuple[Holding, ...]]) -> Told:
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What was read at one look, so that what ranks say alike is one object, however many say it.
+
+    ``held`` by its bytes, ``sets`` by their runs: where each rank holds a shard of its own all
+    still name the same few sets, each of as many integers as there are ranks.
+    """
+
+    held: dict[bytes, tuple[Holding, ...]] = field(default_factory=dict)
+    sets: dict[tuple[int, ...], Ranks] = field(default_factory=dict)
+
+    def ranks(self, said: Any) -> Ranks:
+        """The set that these runs are; raises `ValueError` as `ranks_of`."""
+        runs = tuple(map(strict.count, strict.items(said)))
+        if runs not in self.sets:
+            self.sets[runs] = frozenset(ranks_of(runs))
+        return self.sets[runs]
+
+
+def decode_told(data: bytes, rank: int, known: Known) -> Told:
     """Inverse of `encode_told`; raises `GroupError` that names the rank.
 
-    ``known`` has what was read before and gets what is read: ranks that hold the same say the same.
+    ``known`` has what was read before at this look, and gets what is read.
     """
     try:
         end = LENGTH_BYTES + int.from_bytes(data[:LENGTH_BYTES], "little")
@@ -107,10 +126,10 @@ def decode_told(data: bytes, rank: int, known: dict[bytes, tuple[Holding, ...]])
         if said["version"] != _version():
             raise ValueError(f"it runs version {said['version']}, rank 0 {_version()}"[:200])
         held = data[LENGTH_BYTES:end]
-        if held not in known:
-            known[held] = _decode_held(held)
+        if held not in known.held:
+            known.held[held] = _decode_held(held, known)
         return Told(
-            node=strict.text(said["node"]), updated=bool(said["updated"]), held=known[held],
+            node=strict.text(said["node"]), updated=bool(said["updated"]), held=known.held[held],
             witness=None if said["witness"] is None else _witness(said["witness"]),
             by=strict.text(said["by"], empty=True),
         )  # fmt: skip
@@ -121,9 +140,9 @@ def decode_told(data: bytes, rank: int, known: dict[bytes, tuple[Holding, ...]])
         ) from error
 
 
-def _decode_held(data: bytes) -> tuple[Holding, ...]:
+def _decode_held(data: bytes, known: Known) -> tuple[Holding, ...]:
     said = strict.fields(canonical.loads(data), "sets", "held")
-    sets = [frozenset(ranks_of(strict.items(runs))) for runs in strict.items(said["sets"])]
+    sets = [known.ranks(runs) for runs in strict.items(said["sets"])]
 
     def side(value: Any) -> Side | None:
         if value is None:

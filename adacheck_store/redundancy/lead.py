@@ -11,7 +11,7 @@ from adacheck_store.group import named
 from adacheck_store.placement import Node
 
 from . import witness
-from .agreement import decode_told, name_of
+from .agreement import Known, decode_told, name_of
 from .assign import Topology
 from .exchange import Ranks
 from .shares import Sharing, StateKey, owners_of, shares
@@ -46,7 +46,7 @@ class Lead:
         rank does not write by the last assignment, for it failed there, all are sent another.
         Raises `GroupError` where ranks do not agree on who holds what.
         """
-        read: dict[bytes, tuple[Holding, ...]] = {}
+        read = Known()
         told = [decode_told(data, rank, read) for rank, data in enumerate(heard)]
         followed = self._before is not None and all(each.by == self._name for each in told)
         verdict = self._hear(step, [each.witness for each in told]) if followed else Verdict()

@@ -63,6 +63,33 @@ def test_trainers_are_awaited(here: Node) -> None:
         assert restore_state([store.far], RUN).step == 20
 
 
+def test_a_stop_command_does_not_wait_for_trainers(here: Node) -> None:
+    """A grace begins with the signal: without one nothing would end the wait."""
+    agent = here.agent("--grace", "600")
+    trainer = Trainer(here, 20)
+    trainer.reach(20)
+    here.ask("stop")
+    assert agent.wait(WAIT_S) == 0
+    assert "ended, all is drained" in agent.stdout.read()
+    assert trainer.process.poll() is None
+    with open_store(here.url) as store:
+        assert restore_state([store.far], RUN).step == 20
+
+
+def test_a_stop_command_spends_none_of_the_grace(here: Node) -> None:
+    """Nor does the same signal told twice: to the group, and to the process."""
+    agent = here.agent("--grace", "4", "--drain-rate", "100")
+    trainer = Trainer(here, 20)
+    trainer.reach(20)
+    here.ask("stop")
+    before = time.monotonic()
+    for number in (signal.SIGSTOP, signal.SIGTERM, signal.SIGINT, signal.SIGCONT):
+        agent.send_signal(number)  # the two in the midst are taken at one moment
+    assert agent.wait(WAIT_S) == 3
+    assert time.monotonic() - before > 2.5  # of three that it may take
+    assert "ended with the grace" in agent.stdout.read()
+
+
 def test_a_trainer_that_is_not_heard_of_is_awaited(here: Node) -> None:
     """Stopped, or without a processor, for longer than it takes to count as gone."""
     agent = here.agent("--grace", "600")

@@ -213,6 +213,7 @@ def test_sigterm_drains_and_a_second_one_does_not_wait(here: Node) -> None:
     while "stopping when" not in line:
         assert line
         line = agent.stdout.readline()
+    time.sleep(module.AGAIN_S + 0.1)
     agent.terminate()
     assert agent.wait(30) == 3
     assert "records undrained" in agent.stdout.read()

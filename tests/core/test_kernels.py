@@ -18,6 +18,7 @@ from adacheck_store import kernels
 from adacheck_store.engines import Piece, StepEngine
 from adacheck_store.fingerprint import block_sum, piece_sum
 from adacheck_store.optimizers import group_values, spec_of
+from adacheck_store.trainer_hooks import stager
 from adacheck_store.trainer_hooks.stager import round_into
 
 SOURCE = Path(kernels.__file__).with_name("kernels.c")
@@ -229,3 +230,29 @@ def test_a_wrong_kernel_is_not_used(monkeypatch: pytest.MonkeyPatch, wrong: str)
     assert block_sum(b"\x05\0\0\0") == 5
     monkeypatch.undo()
     forget()
+
+
+def test_where_nothing_rounds_each_gradient_is_counted_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Thousands of small ones, a bunch at a time."""
+    counted, bunches = [], []
+
+    class Counted(torch.Tensor):
+        def numel(self) -> int:
+            counted.append(1)
+            return super().numel()
+
+    def copy(to: Any, what: Any) -> None:
+        bunches.append(len(to))
+        together(to, what)
+
+    together = torch._foreach_copy_
+    monkeypatch.setattr(torch, "_foreach_copy_", copy)
+    monkeypatch.setattr(stager, "ROUNDED_TOGETHER", 100 * 8)
+    monkeypatch.setattr(kernels, "round_half", lambda values, halves: False)
+    grads = [torch.full((8,), 1 / 3).as_subclass(Counted) for _ in range(250)]
+    round_into([torch.zeros(8).bfloat16() for _ in grads], grads)
+    assert len(counted) == 250
+    assert bunches == [100, 100, 100, 100, 50, 50]  # there and back
+    assert all(torch.equal(each, torch.full((8,), 1 / 3).bfloat16().float()) for each in grads)

@@ -1,6 +1,7 @@
 """A client of an agent: what it notices, in what time, and what it makes of a lost answer."""
 
 import os
+import re
 import signal
 import socket
 import threading
@@ -29,7 +30,7 @@ from adacheck_store.tiers.channel import LIMITS, Limits
 from adacheck_store.tiers.endpoint import Endpoint
 from adacheck_store.tiers.memory import MemoryTier
 from adacheck_store.tiers.peer import PeerTier
-from adacheck_store.tiers.pool import Peer
+from adacheck_store.tiers.pool import Peer, _Session
 from adacheck_store.tiers.serve import Bounds, Server
 from adacheck_store.tiers.wrappers import FaultyTier, SlowTier
 from tests.conformance.hosted import key_of
@@ -39,7 +40,7 @@ from tests.peers.proxy import Proxy
 
 NOTICE_S = 3.0
 BUSY_S = 5.0
-"""What a busy machine may take beyond that; who is not heard of otherwise waits far longer."""
+"""What a busy machine may take beyond that to tell it, or to end a call that has its own limit."""
 
 QUICK = Limits(connect_s=0.8, beat_s=0.2, silence_s=0.6)
 """As in life, but sooner: for all that is not about the three seconds themselves."""
@@ -59,6 +60,19 @@ def peer_of(host: Host, limits: Limits = QUICK) -> Peer:
     return Peer(host.endpoints[0], credentials=key_of(RUN), limits=limits)
 
 
+def session_of(peer: Peer) -> _Session:
+    """What the client has open now; a call has begun it."""
+    peer.call("echo")
+    assert peer._session is not None
+    return peer._session
+
+
+def noticed(session: _Session) -> None:
+    """See that a death was noticed in time by the client's own clock: since the last answer."""
+    (after,) = re.findall(r"([0-9.]+) s after it was last heard", session.dead)
+    assert float(after) < NOTICE_S, session.dead
+
+
 def unavailable(act: Callable[[], object], *, within: float = NOTICE_S) -> str:
     """Do what must fail in time because nobody answers; returns the message."""
     began = time.monotonic()
@@ -74,8 +88,10 @@ def unavailable(act: Callable[[], object], *, within: float = NOTICE_S) -> str:
 def test_death_while_a_call_is_answered(host: Host, how: signal.Signals) -> None:
     """Whoever waits for an answer hears within 3 s that none will come."""
     peer = peer_of(host, LIMITS)
+    session = session_of(peer)
     threading.Timer(0.3, host.signal, [how]).start()
     text = unavailable(lambda: peer.call("sleep", {"seconds": 60}), within=NOTICE_S + 0.3)
+    noticed(session)
     assert host.endpoints[0] in text
     assert not peer.alive()
     peer.close()
@@ -95,7 +111,9 @@ def test_a_stopped_agent_that_goes_on(host: Host) -> None:
                 host.signal(signal.SIGSTOP)
             yield block
 
+    session = session_of(tier.peer)
     unavailable(lambda: tier.put([StreamSource(source, change=stop_amid)]))
+    noticed(session)
     # While a connection is being made nobody has answered yet: the kernel alone takes it.
     with ThreadPoolExecutor(1) as threads:
         again = threads.submit(lambda: unavailable(lambda: list(tier.list(""))))
@@ -114,13 +132,14 @@ def test_death_of_an_idle_agent(host: Host) -> None:
     """Seen though nobody asks; its successor at the same place is used without a word."""
     peer = peer_of(host)
     assert not peer.alive()
-    peer.call("echo")
+    session = session_of(peer)
     assert peer.alive()
     host.signal(signal.SIGSTOP)
     began = time.monotonic()
     while peer.alive():
         assert time.monotonic() - began < NOTICE_S + BUSY_S
         time.sleep(0.02)
+    noticed(session)
     host.end()
     unavailable(lambda: peer.call("echo"))
     again = Host(host.folder, host.endpoints[0])
@@ -158,10 +177,11 @@ def test_a_cut_link(proxied: tuple[Proxy, Server, MemoryTier]) -> None:
     """No packet comes and none is refused: noticed by both ends, and over when it is over."""
     proxy, server, _ = proxied
     peer = Peer(proxy.endpoint, limits=QUICK)
-    peer.call("echo")
+    session = session_of(peer)
     proxy.deaf.set()
     began = time.monotonic()
     unavailable(lambda: peer.call("echo"))
+    noticed(session)
     while server.stats()["sessions"]:
         assert time.monotonic() - began < NOTICE_S + BUSY_S
         time.sleep(0.02)

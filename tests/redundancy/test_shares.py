@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 
 from adacheck_store.format.errors import GroupError
 from adacheck_store.format.manifest import Manifest, PartEntry, decode_manifest
-from adacheck_store.redundancy.agreement import Told, agreed, decode_told, encode_told, name_of
+from adacheck_store.redundancy.agreement import (
+    Known,
+    Told,
+    agreed,
+    decode_told,
+    encode_told,
+    name_of,
+)
 from adacheck_store.redundancy.assign import Assignment
 from adacheck_store.redundancy.lead import AS_BEFORE, Lead
 from adacheck_store.redundancy.shares import (
@@ -192,10 +199,10 @@ def test_holdings_come_back() -> None:
     witness = Witness(since=3, digests=bytes(range(256)) * 40)  # of 640 states
     said = Told(node="n0", updated=True, held=tuple(mine), witness=witness)
     told = encode_told(said)
-    assert decode_told(told, 0, {}) == said
+    assert decode_told(told, 0, Known()) == said
     for bad in (told[:-2], told[:50], b"", b"\xff" * 8 + told[8:]):
         with pytest.raises(GroupError, match="rank 4"):
-            decode_told(bad, 4, {})
+            decode_told(bad, 4, Known())
 
 
 def decided(
@@ -274,13 +281,32 @@ def test_what_a_rank_tells_is_as_long_whatever_the_number_of_ranks() -> None:
         for size in (2, 2000)
     ]
     assert len(told[1]) - len(told[0]) < 10
-    known: dict[bytes, tuple[Holding, ...]] = {}
+    known = Known()
     first, second = (decode_told(told[1], rank, known) for rank in (0, 1))
     assert first.held is second.held
-    assert len(known) == 1
+    assert len(known.held) == len(known.sets) == 1
     found = Sharing.of(shares(states(ddp(300, 2)), topology(300)), 2, ("rank 1, " * 1000,) * 99)
     assert decode_sharing(found.encode()) == found
     assert len(found.encode()) < 300 * 250 + 20 * 4200
+
+
+def test_sets_that_ranks_name_alike_are_one_object() -> None:
+    """Also where no two ranks hold the same: each a shard of its own, of what all have."""
+    size, known = 48, Known()
+    all_told = [
+        Told(
+            node="n", updated=True,
+            held=(held("a", (WHOLE, everyone(size)), (shard(rank, size), {rank})),),
+        )
+        for rank in range(size)
+    ]  # fmt: skip
+    found = [decode_told(encode_told(told), rank, known) for rank, told in enumerate(all_told)]
+    assert found == all_told
+    assert len(known.held) == size
+    assert len({id(told.held[0].param.copies) for told in found if told.held[0].param}) == 1
+    assert len(known.sets) == 1 + size
+    with pytest.raises(ValueError, match="no integer"):  # equal to runs that are known, and no runs
+        known.ranks([False, True, size])
 
 
 def test_ranks_that_disagree_are_refused_everywhere() -> None:
