@@ -14,6 +14,7 @@ from .drift import CapturedBases
 from .group import Group
 from .retention import FloorChoice, bury, floor_of, raise_floor
 from .store import Store
+from .tagged import Tagged
 from .tail import Progress
 from .terms import Rivals, check_fence, put_floor
 
@@ -23,7 +24,8 @@ class Pruner:
 
     The far tier holds all parts, and its floor is a step that each of them proves there. A near
     tier may hold one part of many: its floor is a step that it proves for that part, and at most
-    the far tier's. So a step that all ranks can prove is never below the floor of any.
+    the far tier's. So a step that all ranks can prove is never below the floor of any. Where but a
+    tag holds the far floor down, the near one goes on to what that could be: `held` says it.
 
     ``changed`` is upkeep's condition, and guards what is wanted; it is held while `due` is called.
     """
@@ -39,11 +41,17 @@ class Pruner:
         self._progress = progress
         self._captured = captured
         self._rivals = Rivals(store.far, run, term)
+        self._tagged = Tagged()
         self._graves: list[tuple[float, Tier, list[str]]] = []
         # The far tier first: its floor is the highest that a near tier may have.
         tiers = (store.far, store.near) if group.rank == 0 else (store.near,)
         self._tiers = tuple(dict.fromkeys(tiers))
         self._wanted = {tier.traits.name for tier in self._tiers}
+
+    @property
+    def held(self) -> AdaCheckError | None:
+        """What keeps the far tier's floor down until somebody does something, if anything does."""
+        return self._tagged.held
 
     def want_near(self) -> None:
         """The near tier may bear a higher floor now."""
@@ -92,7 +100,9 @@ class Pruner:
         with self._changed:  # what is still to be compared stays
             cap = self._captured.floor()
         if near:
-            highest = floor_of(self._store.far, self._run, str(self._term))
+            # What a tag alone keeps from being the far floor is there like one; so is all before.
+            borne = min(self._tagged.bears, progress.drained)
+            highest = max(floor_of(self._store.far, self._run, str(self._term)), borne)
             cap = highest if cap is None else min(cap, highest)
         if cap is not None and cap <= current:
             return
@@ -100,12 +110,13 @@ class Pruner:
             tier, self._run, self._settings.keep_bases, cap=cap, current=current,
             put=lambda choice: self._put_floor(tier, choice), own=self._own if near else None,
             retention=None if near else self._settings.retention,
+            tagged=None if near else self._tagged,
         )  # fmt: skip
         if near:
             progress.near_floor = floor
         else:
             progress.far_floor = floor
-            if floor > current:
+            if floor > current or self._tagged.bears > current:
                 with self._changed:  # it may have been tried under the lower one meanwhile
                     self.want_near()
         if doomed:

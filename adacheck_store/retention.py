@@ -24,10 +24,11 @@ from .arrays import tensor_of
 from .catalog import Catalog, RecordRef, read_catalog
 from .config import made_at
 from .drain import TierSource
-from .fetch import ArrayReader, BlocksLostError, Fetcher
+from .fetch import ArrayReader, Fetcher
 from .parting import parted
 from .policy import Facts, Retention, chosen
 from .recovery import Prover, RestorePlan, doubt, tolerant_line
+from .tagged import Hold, Tagged, flaw
 from .terms import last_index, read_log
 
 log = logging.getLogger(__name__)
@@ -109,27 +110,34 @@ def _floors(catalog: Catalog, terms: Collection[str]) -> list[Floor]:
 def plan_floor(
     tier: Tier, run: str, keep_bases: int, *, cap: int | None, current: int = -1,
     own: tuple[Collection[str], Collection[str]] | None = None, retention: Retention | None = None,
+    tagged: Tagged | None = None,
 ) -> FloorChoice | None:  # fmt: skip
     """A floor that a tier can bear above ``current``, its bases and those kept below it read back.
 
     ``own`` are the parts and the ranks that the tier is to prove, where they are not all. Below the
     floor stay tagged steps and what ``retention`` says; without one, what the last floor kept.
-    Steps that a restore would pass over, for copies had come apart, count for nothing.
+    Steps that a restore would pass over, for copies had come apart, count for nothing. ``tagged``
+    is what earlier attempts at this tier have found, and is told why the floor is not higher.
     """
     logged = last_index(tier, run)
     catalog = tier_catalog(tier, run)
     catalog = catalog if own is None else catalog.only(*own)
     terms, plans = standing(catalog)
-    needed: int | None = cap
-    while True:
+    asked: dict[int, bool] = {}
+
+    def offered(plan: RestorePlan) -> bool:
         # A tier of some parts alone cannot ask all ranks' witnesses; its cap has.
-        offered = plans if own is not None else (p for p in plans if _is_offered(tier, catalog, p))
-        choice = _choose(catalog, terms, offered, keep_bases, needed)
-        if choice is None or choice.step <= current:
-            return None
-        needed = _tags_need(tier, catalog, choice)
-        if needed is None:
-            break
+        if plan.step not in asked:
+            asked[plan.step] = own is not None or _is_offered(tier, catalog, plan)
+        return asked[plan.step]
+
+    def bearable(not_above: int | None) -> FloorChoice | None:
+        choice = _choose(catalog, terms, filter(offered, plans), keep_bases, not_above)
+        return None if choice is None or choice.step <= current else choice
+
+    choice = _spare_tags(tier, catalog, bearable, cap, tagged or Tagged())
+    if choice is None:
+        return None
     read_back(tier, choice.bases)
     before = {step for floor in _floors(catalog, terms) for step in floor.kept}
     plans = [plan for plan in plans if plan.step < choice.step]
@@ -138,43 +146,37 @@ def plan_floor(
         left = [plan for plan in plans if plan.step not in bad]
         kept = _kept(tier, catalog, choice, left, retention)
         fresh = [plan for plan in left if plan.step in kept and plan.step not in before]
-        worse = {
-            plan.step for plan in fresh
-            if not (_verifies(tier, plan) and (own is not None or _is_offered(tier, catalog, plan)))
-        }  # fmt: skip
+        worse = {plan.step for plan in fresh if not (_verifies(tier, plan) and offered(plan))}
         if not worse:
             return replace(choice, kept=kept, logged=logged)
         bad |= worse  # what does not verify keeps nothing: another step of its stretch may
 
 
-def _tags_need(tier: Tier, catalog: Catalog, choice: FloorChoice) -> int | None:
-    """The highest floor below which no tagged step is lost; None where ``choice`` loses none.
+def _spare_tags(
+    tier: Tier, catalog: Catalog, bearable: Callable[[int | None], FloorChoice | None],
+    cap: int | None, tagged: Tagged,
+) -> FloorChoice | None:  # fmt: skip
+    """The highest bearable floor, at most ``cap``, that takes no tagged step; None: there is none.
 
-    A tag is kept by its step's own base. Where that is gone or damaged, and the chain gives the
-    step, the chain stays. What an earlier floor has passed has no chain any more.
+    Why it is not as high as it could be, and how high that were, is left in ``tagged``.
     """
-    name, found = tier.traits.name, []
-    lowest = max((floor.step for floor in _floors(catalog, choice.terms)), default=0)
-    for tag in catalog.tags:
-        lost: set[tuple[str, str]] = set()
-        while tag.term in choice.terms and lowest <= tag.step < choice.step:
-            sound = catalog.without(lost)
-            plan = Prover(sound, tolerant_line(sound, tag.term)).prove(tag.step)
-            if not isinstance(plan, RestorePlan):
-                break
-            refs = [ref for part in plan.parts for ref in (part.base, *part.deltas)]
-            broken = {(name, ref.key) for ref in refs if not _whole(tier, [ref])}
-            if not broken:
-                if any(part.deltas for part in plan.parts):
-                    found.append(min(part.base.step for part in plan.parts))
-                    log.warning(
-                        "run %s: the step of tag %s has no sound base in tier %s, and what is "
-                        "deleted ends at step %d for it; compact --to %d writes one",
-                        catalog.run, tag.name, name, found[-1], tag.step,
-                    )  # fmt: skip
-                break
-            lost |= broken
-    return min(found, default=None)
+    tagged.begin(catalog)
+    first = choice = bearable(cap)
+    hold: Hold | None = None
+    while choice is not None:
+        lowest = max((floor.step for floor in _floors(catalog, choice.terms)), default=0)
+        held = tagged.need(tier, catalog, choice.terms, range(lowest, choice.step))
+        if held is not None:
+            hold, choice = held, bearable(held.step)
+        elif tagged.recalled:
+            tagged.forget()  # no floor is raised by what was read long ago
+        else:
+            break
+    if hold is not None and first is not None:
+        if all(tagged.whole(tier, ref) for ref in first.bases):
+            tagged.bears = max(tagged.bears, first.step)
+    tagged.hold(hold.why if hold else None)
+    return choice
 
 
 def _kept(
@@ -239,18 +241,7 @@ def _number(tier: Tier, plan: RestorePlan, path: str) -> float | None:
 def _verifies(tier: Tier, plan: RestorePlan) -> bool:
     """Whether all of a step that stands by itself verifies."""
     extras = [ref for refs in plan.extras.values() for ref in refs]
-    return _whole(tier, [*(part.base for part in plan.parts), *extras])
-
-
-def _whole(tier: Tier, refs: Iterable[RecordRef]) -> bool:
-    """Whether records verify; raises what may pass: unread is not damaged."""
-    fetcher = Fetcher([tier])
-    try:
-        _read_all(fetcher, refs)
-    except (FormatError, RecordNotFoundError, BlocksLostError):
-        fetcher.raise_unread()
-        return False
-    return True
+    return all(flaw(tier, ref) is None for ref in (*(part.base for part in plan.parts), *extras))
 
 
 def _is_offered(tier: Tier, catalog: Catalog, plan: RestorePlan) -> bool:
@@ -282,11 +273,8 @@ def _refers_below(catalog: Catalog, step: int) -> bool:
 
 def read_back(tier: Tier, bases: Iterable[RecordRef]) -> None:
     """Read every block of some records from the tier and verify it; raises what is wrong."""
-    _read_all(Fetcher([tier]), bases)
-
-
-def _read_all(fetcher: Fetcher, refs: Iterable[RecordRef]) -> None:
-    for ref in refs:
+    fetcher = Fetcher([tier])
+    for ref in bases:
         reader = ArrayReader(fetcher, ref)
         for info in reader.head.arrays:
             for index in range(len(info.digests)):
@@ -335,15 +323,16 @@ def floor_of(tier: Tier, run: str, term: str) -> int:
 def raise_floor(
     tier: Tier, run: str, keep_bases: int, *, cap: int | None, current: int,
     put: Callable[[FloorChoice], bool], own: tuple[Collection[str], Collection[str]] | None = None,
-    retention: Retention | None = None,
+    retention: Retention | None = None, tagged: Tagged | None = None,
 ) -> tuple[int, list[str]]:  # fmt: skip
     """A higher floor for a tier if it can bear one: its step, and the keys that may now go.
 
     `plan_floor` chooses it and reads its bases back before ``put`` writes it; ``put`` may refuse.
     """
     choice = plan_floor(
-        tier, run, keep_bases, cap=cap, current=current, own=own, retention=retention
-    )
+        tier, run, keep_bases, cap=cap, current=current, own=own, retention=retention,
+        tagged=tagged,
+    )  # fmt: skip
     if choice is None:
         return current, []
     detach(tier, run, choice)

@@ -31,6 +31,11 @@ class Background(Protocol):
         ...
 
     @property
+    def notice(self) -> str:
+        """What somebody has to do something about, though nothing fails; empty: nothing."""
+        ...
+
+    @property
     def fenced(self) -> TermError | None:
         """That a newer term has the run, once it has."""
         ...
@@ -60,6 +65,7 @@ class Status:
     ``step`` is the last boundary handed over, ``stored`` the last one synced in the near tier,
     ``drained`` the last one in the far tier, ``base`` the newest base. ``exposed``: training goes
     on without being saved. ``degraded``: fewer than k+1 agents hold this rank's newest step.
+    ``last_error``: what keeps something from being done, or waits for somebody to do something.
     ``exactness`` is the class of the newest base; ``mismatch`` says what the last fold found wrong
     with the chain, if one ever did. ``passed_over`` says which newer steps the restore has passed
     over because every attempt from there had died. ``redundancy`` tells what was found of copies
@@ -110,7 +116,7 @@ def status_of(
         drained=progress.drained, base=progress.base, in_flight=writer.in_flight,
         exposed=writer.exposed or writer.gap is not None,
         gap=str(writer.gap["reason"]) if writer.gap else "",
-        last_error=str(error) if error else "", bytes_stored=writer.bytes_put,
+        last_error=str(error) if error else upkeep.notice, bytes_stored=writer.bytes_put,
         bytes_bases=progress.bytes_bases, bytes_drained=progress.bytes_drained,
         compactions=progress.compactions, background_cpu_s=writer.cpu_s + progress.cpu_s,
         near=store.near.traits.name, far=store.far.traits.name,

@@ -101,6 +101,12 @@ class Upkeep:
         return next((error for error in errors if error is not None), None)
 
     @property
+    def notice(self) -> str:
+        """What somebody has to do something about, though nothing fails."""
+        held = self._pruner.held
+        return "" if held is None else str(held)
+
+    @property
     def busy_since(self) -> dict[str, float | None]:
         """When each duty has begun what it is doing; None for one that rests."""
         return {

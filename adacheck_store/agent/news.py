@@ -19,16 +19,18 @@ def news(shell: Shell, part: str) -> dict[str, Any]:
     """What a part's trainer wants to know.
 
     ``ask_base``: the first step of its chain that is wrong, once; else -1. ``behind``: records
-    that are still to be drained.
+    that are still to be drained. ``notice``: what somebody has to do something about.
     """
     with shell.lock:
         view = shell.core.view
         replica = view.replicas.get(part)
+        held = shell.prunes.held
         return {
             "term": view.term, "holder": shell.holder(), "watermark": view.watermark,
             "behind": shell.behind,
             "ask_base": shell.asked.pop(part, -1), "base": _newest_base(replica),
             "drained": shell.core.far.newest(part), "errors": errors(shell),
+            "notice": str(held[1]) if held else "",
             "exposed": sorted(shell.core.view.exposed(time.monotonic())),
             "bytes_drained": sum(d.bytes_drained for d in shell.drainers.values()),
         }  # fmt: skip
@@ -46,6 +48,8 @@ def status(shell: Shell, memory: int) -> dict[str, Any]:
             name: _chain(shell, name, now) | {"exposed": name in exposed}
             for name in sorted({*view.replicas, *view.seats})
         }  # fmt: skip
+        last = {_name(work): (work.last, work.error is not None) for work in _works(shell)}
+        last["floor"] = shell.prunes.held, True
         return {
             "term": view.term, "watermark": view.watermark, "chains": chains,
             "memory": {
@@ -61,9 +65,8 @@ def status(shell: Shell, memory: int) -> dict[str, Any]:
             "floors": {PLACE_NAMES[place]: shell.prunes.floor(place) for place in shell.drainers},
             "trainers": shell.trainers, "errors": errors(shell),
             "last_errors": {
-                _name(work): {"error": str(work.last[1]), "ago_s": round(now - work.last[0], 1),
-                              "now": work.error is not None}
-                for work in _works(shell) if work.last is not None
+                name: {"error": str(said[1]), "ago_s": round(now - said[0], 1), "now": fails}
+                for name, (said, fails) in last.items() if said is not None
             },
             "frozen": shell.core.lease.frozen(now),
         }  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from adacheck_store.format.errors import AdaCheckError
 from adacheck_store.format.keys import Term, part_name
 from adacheck_store.terms import Rivals, check_fence, put_floor
 from adacheck_store.tiers.base import Tier
@@ -15,6 +16,7 @@ from .work import Work
 
 if TYPE_CHECKING:
     from adacheck_store.retention import FloorChoice
+    from adacheck_store.tagged import Tagged
 
     from .shell import Shell
 
@@ -36,6 +38,8 @@ class Prunes:
         self._next = 0.0
         self._floors: dict[tuple[str, int], int] = {}
         self._rivals: tuple[str, Rivals] | None = None
+        self.tagged: Tagged | None = None
+        """What is known of tags by the one who prunes the far tier, in this term."""
         self._graves: list[tuple[float, int, list[str]]] = []
         self.work: Work[None] = Work("prune", lambda _: self._act(), self._failed, backoff=True)
 
@@ -72,6 +76,13 @@ class Prunes:
         """The floor of a place in the term there is, -1 if none was raised by this process."""
         return self._floors.get((self._shell.core.view.term, place), -1)
 
+    @property
+    def held(self) -> tuple[float, AdaCheckError] | None:
+        """Since when (s) a tag keeps the far tier's floor down, and what is to be done about it."""
+        tagged = self.tagged
+        held = None if tagged is None else tagged.held
+        return None if tagged is None or held is None else (tagged.since, held)
+
     def _failed(self, command: None, error: Exception) -> None:
         with self._shell.lock:
             self._queued = False
@@ -89,8 +100,11 @@ class Prunes:
         if self._rivals is None or self._rivals[0] != term:
             far = self._shell.places[FAR]
             self._rivals = (term, Rivals(far, self._shell.run, Term.parse(term)))
+            self.tagged = None
         if self._prunes_far():
             self._raise(FAR, term, cap, None)
+        else:
+            self.tagged = None
         self._raise(LMDB, term, cap, (parts, ranks))
         self._bury()
 
@@ -99,6 +113,7 @@ class Prunes:
             floor_of,
             raise_floor,
         )
+        from adacheck_store.tagged import Tagged
 
         tier = self._shell.places.get(place)
         if tier is None:
@@ -106,11 +121,21 @@ class Prunes:
         current = self._floors.get((term, place), -1)
         if place == LMDB:
             # No step that the far tier proves for all parts is below the floor of any LMDB.
-            cap = min(cap, floor_of(self._shell.places[FAR], self._shell.run, term))
+            # What a tag alone keeps from being its floor is there like one; so is all before.
+            with self._shell.lock:
+                waiting = self._shell.core.drains.backlog(FAR, time.monotonic())
+            borne = -1 if self.tagged is None else self.tagged.bears
+            if waiting.records:
+                borne = min(borne, waiting.oldest_step - 1)
+            highest = floor_of(self._shell.places[FAR], self._shell.run, term)
+            cap = min(cap, max(highest, borne))
+        else:
+            self.tagged = self.tagged or Tagged()
         floor, doomed = raise_floor(
             tier, self._shell.run, self._shell.settings.keep_bases, cap=cap, current=current,
             put=lambda choice: self._put(tier, term, choice), own=own,
             retention=self._shell.settings.retention if place == FAR else None,
+            tagged=self.tagged if place == FAR else None,
         )  # fmt: skip
         self._floors[term, place] = floor
         if doomed:

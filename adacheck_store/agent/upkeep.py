@@ -42,6 +42,7 @@ class AgentUpkeep:
         self.progress = Progress()
         self._first = step
         self.error: AdaCheckError | None = None
+        self.notice = ""
         self._rival: TermError | None = None
         self._thread = threading.Thread(target=self._watch, name="adacheck-news", daemon=True)
         self._thread.start()
@@ -110,6 +111,7 @@ class AgentUpkeep:
         wrong = {name: text for name, text in said["errors"].items() if "call-" not in name}
         text = "; ".join(f"{name}: {error}" for name, error in sorted(wrong.items()))
         self.error = TierError(f"the agent: {text}", run=self._run) if text else None
+        self.notice = said.get("notice", "")
         if said["ask_base"] >= 0:
             self._ask_for_base("a fold at the agent differs from training", said["ask_base"])
         if said["term"] > self._term:

@@ -10,12 +10,13 @@ from adacheck_store.policy import Retention
 from adacheck_store.restore import restore_state
 from adacheck_store.store import open_for_reading
 from adacheck_store.tools import tag
+from adacheck_store.tools.compact import compact
 from adacheck_store.tools.findings import DAMAGE, Finding
 from adacheck_store.tools.fsck import fsck
 from adacheck_store.tools.gc import Ages, gc
 from adacheck_store.tools.repair import repair
 from tests.agent.kit import Node, Trainer, two
-from tests.agent.trainer import RUN, reference
+from tests.agent.trainer import RUN, open_session, reference
 from tests.core.kit import begin, make_toy, train
 from tests.tools.stores import flip, objects
 from tests.waits import until
@@ -63,6 +64,39 @@ def test_gc_beside_agents_and_a_trainer(pair: tuple[Node, Node]) -> None:
         assert newest.step == STEPS
         journal.assert_same(newest)
         journal.assert_same(restore_state(store.tiers, RUN, step=9))
+
+
+def test_a_tag_whose_base_is_damaged_does_not_fill_the_disk(here: Node) -> None:
+    """The disk's floor goes on as if the far one had; agent and trainer say what is to be done."""
+    journal, toy = reference(12), make_toy()
+    here.agent()
+    session = open_session(here.url)
+    begin(session, toy, journal)
+    train(session, toy, journal, 12)
+    session.flush(60.0)
+    until(lambda: tagged(here), "the step is where a tool can read it")
+    (path,) = objects(here.store, "*/*/p000000/base/*000000000009*/**/c/0")[:1]
+    flip(path, path.stat().st_size - 40)
+
+    train(session, toy, journal, 12)
+
+    def goes_on() -> bool:
+        train(session, toy, journal, 4)
+        session.flush(60.0)
+        return here.status()["floors"]["lmdb"] >= 24
+
+    until(goes_on, "the disk is pruned")
+    assert here.status()["floors"]["far"] <= 8
+    assert "compact --to 9" in here.status()["last_errors"]["floor"]["error"]
+    until(lambda: "compact --to 9" in session.status().last_error, "the trainer says it")
+    session.flush()  # what is to be done about a tag is no failure
+    with open_url(here.url, None) as store:
+        for row in compact(store, RUN, to=9):
+            assert row.step == 9
+    until(lambda: here.status()["floors"]["far"] >= 16, "the far tier is pruned")
+    assert "floor" not in here.status()["last_errors"]
+    until(lambda: not session.status().last_error, "nothing is to be done")
+    session.close()
 
 
 def tagged(node: Node) -> bool:

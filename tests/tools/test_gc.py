@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Set
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,23 +18,37 @@ from typing import Any
 import pytest
 import torch
 
+from adacheck_store.config import Settings
 from adacheck_store.format.canonical import dumps
 from adacheck_store.format.errors import NotProvableError, TierUnavailableError, UnsupportedError
 from adacheck_store.format.keys import Term, log_key, parse_key
 from adacheck_store.policy import Retention, from_settings, to_settings
 from adacheck_store.restore import Restored, restore_state
-from adacheck_store.retention import FloorChoice, plan_floor, raise_floor
+from adacheck_store.retention import FloorChoice, floor_of, plan_floor, raise_floor
 from adacheck_store.session import RunSession
 from adacheck_store.store import open_for_reading, open_store
+from adacheck_store.tagged import Tagged
 from adacheck_store.terms import CLAIM_S, Rivals, claim_term, put_floor
 from adacheck_store.tiers import failpoints
 from adacheck_store.tiers.base import Tier
 from adacheck_store.tiers.object_local import LocalObjects
+from adacheck_store.tiers.wrappers import WrapperTier
 from adacheck_store.tiers.zarr import ZarrTier
 from adacheck_store.tiers.zarr_meta import group_document, read_attributes
 from adacheck_store.tools.gc import gc
 from tests.forked import run
-from tests.tools.stores import RUN, cli, cli_json, findings, keys_of, train, tree_digest
+from tests.tools.stores import (
+    RUN,
+    cli,
+    cli_json,
+    findings,
+    keys_of,
+    load,
+    make_toy,
+    train,
+    tree_digest,
+)  # fmt: skip
+from tests.waits import until
 
 END = 42
 ALL = range(END + 1)
@@ -224,14 +239,21 @@ def test_a_damaged_extra_of_a_tagged_step_stops_nothing(
     assert findings(store)[0] == 1
 
 
+def rot(store: Path, step: int) -> None:
+    """Damage every base of a step in the far tier."""
+    keys = [key for key in keys_of(store, "zarr", "base") if parse_key(key).step == step]
+    assert keys
+    for key in keys:
+        chunk = next((store / "objects" / key).rglob("c/0"))
+        chunk.write_bytes(bytes(chunk.stat().st_size))
+
+
 def test_a_tag_whose_base_is_damaged_keeps_its_chain(
     store: Path, states: dict[int, Restored]
 ) -> None:
     """The chain still gives the step; when a new base does, the rest may go."""
     assert cli("tag", store, "good", 13).exit_code == 0
-    (key,) = (key for key in keys_of(store, "zarr", "base") if parse_key(key).step == 13)
-    chunk = next((store / "objects" / key).rglob("c/0"))
-    chunk.write_bytes(bytes(byte ^ 1 for byte in chunk.read_bytes()))
+    rot(store, 13)
     rows = collected(store, "--last", 2, "--apply")
     assert (rows[0]["done"], rows[0]["step"]) == ("raised", 8)
     with open_for_reading(str(store)) as opened:
@@ -241,6 +263,101 @@ def test_a_tag_whose_base_is_damaged_keeps_its_chain(
     assert (rows[0]["done"], rows[0]["step"]) == ("raised", 32)
     with open_for_reading(str(store)) as opened:
         assert provable([opened.far], states) == [13, *range(32, END + 1)]
+
+
+class CountingTier(WrapperTier):
+    """A tier that counts the reads of blocks, by key."""
+
+    def __init__(self, inner: Tier) -> None:
+        super().__init__(inner)
+        self.reads: Counter[str] = Counter()
+
+    def read(self, key: str, array: str, first: int, count: int) -> bytes:
+        """Count, and hand on."""
+        self.reads[key] += 1
+        return super().read(key, array, first, count)
+
+
+def test_an_attempt_reads_only_what_is_new(store: Path) -> None:
+    """A tag holds the floor down: tried again only the damaged block is read, until it is mended;
+    and no floor is raised by what was read long ago."""
+    for name in ("good", "also"):
+        assert cli("tag", store, name, 13).exit_code == 0
+    rot(store, 13)
+    tagged = Tagged()
+    with open_for_reading(str(store)) as opened:
+        far = CountingTier(opened.far)
+        choice = plan_floor(far, RUN, 2, cap=None, tagged=tagged)
+        assert choice is not None
+        assert choice.step == 8
+        assert tagged.bears == 32
+        assert "compact --to 13" in str(tagged.held)
+        assert "tag good" in str(tagged.held)
+        assert len(far.reads) > 5
+        far.reads.clear()
+        for _ in range(3):
+            assert plan_floor(far, RUN, 2, cap=None, current=8, tagged=tagged) is None
+            ((key, count),) = far.reads.items()
+            assert (parse_key(key).kind, parse_key(key).step) == ("base", 13)
+            assert count <= 2  # one for each tag
+            far.reads.clear()
+    assert cli("compact", store, "--to", 13).exit_code == 0
+    with open_for_reading(str(store)) as opened:
+        far = CountingTier(opened.far)
+        choice = plan_floor(far, RUN, 2, cap=None, current=8, tagged=tagged)
+        assert choice is not None
+        assert choice.step == 32
+        assert tagged.held is None
+        rot(store, 13)
+        assert plan_floor(far, RUN, 2, cap=None, current=8, tagged=tagged) is None
+        assert tagged.held is not None
+
+
+def test_a_floor_that_a_tag_needs_is_the_next_one_below(store: Path) -> None:
+    """The chain of a tag right below the highest floor begins at the base before."""
+    assert cli("tag", store, "good", 29).exit_code == 0
+    rot(store, 29)
+    rows = collected(store, "--last", 2, "--apply")
+    assert (rows[0]["done"], rows[0]["step"]) == ("raised", 24)
+
+
+def test_a_tag_whose_base_is_damaged_does_not_fill_the_near_tier(store: Path) -> None:
+    """The near floor goes on as if the far one had; the tag's chain stays, and it is said."""
+    assert cli("tag", store, "good", 13).exit_code == 0
+    with open_for_reading(str(store)) as opened:
+        tagged = restore_state(opened.tiers, RUN, step=13)
+    rot(store, 13)
+    settings = Settings(base_every=8, object_lag=4, grace_s=0.0, keep_bases=2)
+    session = RunSession.open(str(store), RUN, settings=settings)
+    toy = make_toy()
+    restored = session.restore()
+    assert restored is not None
+    load(toy, restored)
+    session.start(toy.layout, start_step=toy.step, base=toy.base, extra=toy.extra)
+    term = session.status().term
+    near, far = session.store.near, session.store.far
+
+    def pruned() -> bool:
+        for _ in range(4):
+            toy.train()
+            session.append(toy.boundary())
+        session.flush(60)
+        return floor_of(near, RUN, term) > END
+
+    until(pruned, "the near floor has passed what the restore began with")
+    assert floor_of(far, RUN, term) == 8
+    steps = [parse_key(key).step for key in near.list(f"{RUN}/") if "/delta/" in key]
+    assert min(steps) > END
+    assert "tag good" in session.status().last_error
+    assert "compact --to 13" in session.status().last_error
+    session.close()
+    with open_for_reading(str(store)) as opened:
+        floor = floor_of(opened.near, RUN, term)
+        assert provable([opened.far], {13: tagged}) == [13]
+        for step in range(8, toy.step + 1):  # what went from the near tier the far one gives
+            restore_state([opened.far], RUN, step=step)
+        for step in range(floor, toy.step + 1):
+            restore_state([opened.near], RUN, step=step)
 
 
 def test_best_by_what_is_tracked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
