@@ -18,10 +18,11 @@ from adacheck_store.format.errors import (
     TierError,
     TierFullError,
 )
-from adacheck_store.format.keys import parse_key
+from adacheck_store.format.keys import Term, parse_key
 from adacheck_store.policy import Retention
 from adacheck_store.session import RunSession
 from adacheck_store.store import open_store
+from adacheck_store.terms import newer_claims
 from adacheck_store.tiers import failpoints
 from adacheck_store.tools import tag as tags
 from adacheck_store.tools.findings import Finding
@@ -231,14 +232,20 @@ class World(Truth):
                     DONE["tag disowned"] += 1
 
     def prune(self, node: str) -> bool:
-        """Train until what lies before the last bases can be deleted, and see that it is."""
+        """Train until what lies before the last bases can be deleted, and see that it is.
+
+        A claim of somebody who was killed before it began keeps it for a while, as it should.
+        """
         writer = self.writers[node]
         for _ in range(writer.keep_bases + 2):  # upkeep that is behind makes only the newest base
             if not self.append(node, BASE_EVERY):
                 return False
         if not self.flush(node):
             return False
-        if not self.planted:
+        far = writer.session.store.far
+        if newer_claims(far, RUN, Term.parse(writer.term)):
+            DONE["kept for a claim"] += 1
+        elif not self.planted:
             low = writer.toy.step - (writer.keep_bases + 2) * BASE_EVERY
             deadline = time.monotonic() + WAIT_S
             while late := self._kept_below(writer.term, low):
