@@ -26,9 +26,10 @@ from .catalog import Catalog, may_pass, read_catalog
 from .deaths import Ceiling
 from .fetch import BlocksLostError, Fetcher
 from .group import SOLO, Group, lead, share
+from .nearness import NOWHERE, Nearness, nearer
 from .parting import REASON_MAX, harm_of, parted
 from .plan_json import decode_plan, encode_plan
-from .recovery import NOWHERE, Nearness, RestorePlan, nearer, plan_restore
+from .recovery import RestorePlan, plan_restore
 
 T = TypeVar("T")
 Pair = tuple[str, str]
@@ -130,7 +131,7 @@ def carry_out(
     anew where a record was deleted behind the reader.
     ``work`` is done once for every plan tried: it must begin anew each time. In a group rank 0
     plans, all do their work, and all go on to the next plan or return. ``near`` see
-    `recovery.nearer`; no step above ``ceiling`` is planned.
+    `nearness.nearer`; no step above ``ceiling`` is planned.
     Raises `RestoreError`, `NotProvableError`, or what made every candidate fail.
     """
     read: Callable[[], Catalog] | None = None

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from adacheck_store.format.derived import ORIGIN
 from adacheck_store.format.errors import (
     AdaCheckError,
     FormatError,
@@ -103,11 +104,12 @@ def may_pass(error: AdaCheckError) -> bool:
 class Catalog:
     """What the tiers hold of ``run``.
 
-    ``bases``, ``deltas`` and ``extras`` map (term, part or rank) to references; ``manifests``
-    maps ids, ``layouts`` ids to the tiers that hold them. Records that a tier's floor covers are
-    left out. ``tags`` are names of steps. ``troubles`` lists what could not be read. ``gap_spans``
-    are gaps told by bases that are no longer among ``bases``: their heads verified, and stay true
-    when their blocks do not.
+    ``bases``, ``deltas`` and ``extras`` map (term, part or rank) to references, and so does
+    ``derived``: bases without bytes (`format.derived`), which stand for nothing by themselves and
+    are in no other table. ``manifests`` maps ids, ``layouts`` ids to the tiers that hold them.
+    Records that a tier's floor covers are left out. ``tags`` are names of steps. ``troubles`` lists
+    what could not be read. ``gap_spans`` are gaps told by bases that are no longer among ``bases``:
+    their heads verified, and stay true when their blocks do not.
     """
 
     run: str
@@ -116,6 +118,7 @@ class Catalog:
     bases: Mapping[tuple[str, str], tuple[RecordRef, ...]] = field(default_factory=dict)
     deltas: Mapping[tuple[str, str], tuple[RecordRef, ...]] = field(default_factory=dict)
     extras: Mapping[tuple[str, str], tuple[RecordRef, ...]] = field(default_factory=dict)
+    derived: Mapping[tuple[str, str], tuple[RecordRef, ...]] = field(default_factory=dict)
     claims: tuple[Claim, ...] = ()
     floors: Mapping[str, tuple[Floor, ...]] = field(default_factory=dict)
     tags: tuple[Tag, ...] = ()
@@ -157,7 +160,10 @@ class Catalog:
         return dataclasses.replace(self, manifests=manifests)
 
     def held_by(self, tiers: Collection[str], part: str) -> Catalog:
-        """The catalog of a part's records that one of these tiers has, and nothing else."""
+        """The catalog of a part's records that one of these tiers has, and nothing else.
+
+        Without derived bases: these need other parts.
+        """
 
         def keep(table: _Table) -> _Table:
             return {
@@ -167,8 +173,9 @@ class Catalog:
 
         told = {place: self._told(place) for place in self.bases if place[1] == part}
         return dataclasses.replace(
-            self, bases=keep(self.bases), deltas=keep(self.deltas), extras={}, gap_spans=told
-        )
+            self, bases=keep(self.bases), deltas=keep(self.deltas), extras={}, derived={},
+            gap_spans=told,
+        )  # fmt: skip
 
     def without(self, lost: Iterable[tuple[str, str]]) -> Catalog:
         """The catalog less some (tier, key) pairs whose blocks did not verify."""
@@ -187,6 +194,7 @@ class Catalog:
 
         return dataclasses.replace(
             self, bases=keep(self.bases), deltas=keep(self.deltas), extras=keep(self.extras),
+            derived=keep(self.derived),
             gap_spans={place: self._told(place) for place in {*self.bases, *self.gap_spans}},
         )  # fmt: skip
 
@@ -291,10 +299,11 @@ class _Builder:
     def build(self) -> Catalog:
         """The catalog."""
         tables: dict[str, dict[tuple[str, str], list[RecordRef]]] = {
-            kind: defaultdict(list) for kind in ("base", "delta", "extra")
+            kind: defaultdict(list) for kind in ("base", "delta", "extra", ORIGIN)
         }
         for ref in self.refs.values():
-            tables[ref.kind][ref.term, ref.part].append(ref)
+            kind = ORIGIN if ref.origin == ORIGIN else ref.kind
+            tables[kind][ref.term, ref.part].append(ref)
 
         def sort(kind: str) -> dict[tuple[str, str], tuple[RecordRef, ...]]:
             return {
@@ -309,6 +318,7 @@ class _Builder:
             bases=sort("base"),
             deltas=sort("delta"),
             extras=sort("extra"),
+            derived=sort(ORIGIN),
             claims=tuple(self.claims[index] for index in sorted(self.claims)),
             floors={tier: tuple(floors) for tier, floors in self.floors.items()},
             tags=tuple(self.tags[index] for index in sorted(self.tags)),

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, Protocol
 
 import torch
 
@@ -56,6 +57,11 @@ class Fetcher:
         self.bytes_read = 0
         self.used: dict[str, int] = {}
         self._lock = threading.Lock()
+
+    @property
+    def tiers(self) -> Sequence[Tier]:
+        """The tiers that are read, nearest first."""
+        return tuple(self._tiers.values())
 
     @property
     def parallel(self) -> int:
@@ -168,6 +174,20 @@ def _fresh(nbytes: int) -> torch.Tensor:
     return torch.empty(nbytes, dtype=torch.uint8)
 
 
+class Blocks(Protocol):
+    """Gives verified blocks: a `Fetcher`, or what has them in memory."""
+
+    def read(self, ref: RecordRef, info: ArrayInfo, first: int, count: int) -> memoryview:
+        """See `Fetcher.read`."""
+        ...
+
+    def read_into(
+        self, ref: RecordRef, info: ArrayInfo, first: int, count: int, out: memoryview
+    ) -> None:
+        """See `Fetcher.read_into`."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Want:
     """Bytes ``begin..end`` of a record's array that are to be read, by any thread.
@@ -175,7 +195,7 @@ class Want:
     ``edges`` are the blocks of which only a part is wanted, by their indexes.
     """
 
-    fetcher: Fetcher
+    fetcher: Blocks
     ref: RecordRef
     info: ArrayInfo
     begin: int
@@ -238,10 +258,16 @@ class ArrayReader:
     for before it, of the same array, is read once.
     """
 
-    def __init__(self, fetcher: Fetcher, ref: RecordRef, sealed: SealedHead | None = None) -> None:
+    def __init__(
+        self, fetcher: Fetcher | Blocks, ref: RecordRef, sealed: SealedHead | None = None
+    ) -> None:  # fmt: skip
+        """Only a `Fetcher` can do without the head."""
         self.ref = ref
-        self.sealed = sealed or fetcher.head(ref)
-        self._fetcher = fetcher
+        if sealed is None:
+            assert isinstance(fetcher, Fetcher)
+            sealed = fetcher.head(ref)
+        self.sealed = sealed
+        self._fetcher: Blocks = fetcher
         self._arrays = {info.name: info for info in self.sealed.head.arrays}
         self._last: dict[str, tuple[int, _Block]] = {}
 
@@ -249,6 +275,12 @@ class ArrayReader:
     def head(self) -> Head:
         """The record's head."""
         return self.sealed.head
+
+    def prepare(self, only: Any) -> None:
+        """A fold of ``only`` that (`fold.Only`; None: of all) begins to read here."""
+
+    def forget(self) -> None:
+        """It is done."""
 
     def info(self, array: str) -> ArrayInfo | None:
         """What the head says of an array; None if there is none of that name."""

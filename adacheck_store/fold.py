@@ -193,15 +193,19 @@ class Fold:
         sections that are not in ``only`` nothing is folded, counters included.
         """
         waiting: deque[Leg] = deque()
-        for leg in self._legs(sink, reader, only):
-            self._start(leg, reader)
-            waiting.append(leg)
-            if len(waiting) > reader.legs:
+        self.base.prepare(only)
+        try:
+            for leg in self._legs(sink, reader, only):
+                self._start(leg, reader)
+                waiting.append(leg)
+                if len(waiting) > reader.legs:
+                    self._finish(waiting.popleft(), sink)
+                    yield self.report
+            while waiting:
                 self._finish(waiting.popleft(), sink)
                 yield self.report
-        while waiting:
-            self._finish(waiting.popleft(), sink)
-            yield self.report
+        finally:
+            self.base.forget()
         for section in self.layout.sections:
             self.report.states[section.name] = self._final_state(section)
         self.report.verified_through = self._verified_through()

@@ -33,6 +33,7 @@ from adacheck_store.format.manifest import Manifest, PartEntry
 from adacheck_store.format.record import Record
 from adacheck_store.tiers.base import RecordSource, Tier
 
+from .beginning import Beginning
 from .boundary import Link
 from .catalog import Catalog, make_ref, read_catalog
 from .config import Settings, writer_info
@@ -62,7 +63,7 @@ class Opening:
     """Opens a term for a part and a rank; ``restored`` is what it goes on from, if anything.
 
     ``base`` and ``extra`` make records of the live state, where it is needed. ``announce`` is told
-    of the manifest before anything is put under it.
+    of the manifest before anything is put under it. ``drains`` is false where agents drain.
     """
 
     store: Store
@@ -74,6 +75,7 @@ class Opening:
     base: MakeRecord
     extra: MakeRecord
     announce: Callable[[Manifest, Layout], None] = lambda manifest, layout: None
+    drains: bool = True
 
     @property
     def part(self) -> str:
@@ -116,7 +118,13 @@ class Opening:
         assert tail is not None
         backlog = [source.key for source in first]
         if self.store.near is not self.store.far:
-            backlog += self._inherited_backlog({term: (low, high) for term, low, high in line})
+            inherited = self._inherited_backlog({term: (low, high) for term, low, high in line})
+            backlog += inherited
+            if stands and self.drains and self.restored is not None:
+                backlog = Beginning(
+                    store=self.store, group=self.group, restored=self.restored, link=link,
+                    layout=layout, first=first, inherited=inherited,
+                ).backlog()  # fmt: skip
         return Opened(manifest, link, tail, backlog)
 
     def _publish(self, shape: RecordSource) -> str:
@@ -159,8 +167,8 @@ class Opening:
         if restored is None or restored.certificate.exactness == "bounded":
             return None
         plan = next((part for part in restored.plan.parts if part.part == self.part), None)
-        if plan is None or plan.layout != layout_id:
-            return None
+        if plan is None or plan.layout != layout_id or plan.origin is not None:
+            return None  # the next fold is to begin with bytes
         return Tail(base=plan.base, deltas=list(plan.deltas))
 
     def _keep(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -20,7 +20,19 @@ TEXT_MAX = 2000
 
 
 def encode_plan(plan: RestorePlan) -> Any:
-    """The plan as JSON."""
+    """The plan as JSON; plans of fork steps stand beside it, each once, before what needs it."""
+    made: list[Any] = []
+    found = _encode(plan, made, {})
+    return {**found, "origins": made}
+
+
+def _encode(plan: RestorePlan, made: list[Any], places: dict[int, int]) -> dict[str, Any]:
+    """A plan; those of forks are added to ``made``, by ``places`` in it."""
+    for origin in (part.origin for part in plan.parts):
+        if origin is not None and id(origin) not in places:
+            encoded = _encode(origin, made, places)
+            places[id(origin)] = len(made)
+            made.append(encoded)
     return {
         "run": plan.run, "term": plan.term, "step": plan.step, "newest": plan.newest,
         "manifest": plan.manifest.seal().raw.decode(), "manifest_id": plan.manifest_id,
@@ -28,6 +40,7 @@ def encode_plan(plan: RestorePlan) -> Any:
             {
                 "part": part.part, "layout": part.layout, "link": part.link,
                 "base": _encode_ref(part.base), "deltas": [_encode_ref(r) for r in part.deltas],
+                "origin": -1 if part.origin is None else places[id(part.origin)],
             }
             for part in plan.parts
         ],
@@ -40,30 +53,38 @@ def encode_plan(plan: RestorePlan) -> Any:
 def decode_plan(value: Any) -> RestorePlan:
     """Inverse of `encode_plan`; raises `GroupError` for anything else."""
     try:
-        found = strict.fields(
-            value, "run", "term", "step", "newest", "manifest", "manifest_id", "parts", "extras",
-            "reasons", "passed_over",
-        )  # fmt: skip
-        head = decode_head(found["manifest"].encode())
-        return RestorePlan(
-            run=strict.text(found["run"]), term=strict.text(found["term"]),
-            step=strict.count(found["step"]), newest=strict.count(found["newest"]),
-            manifest=decode_manifest(head), manifest_id=strict.text(found["manifest_id"]),
-            parts=tuple(_decode_part(item) for item in strict.items(found["parts"])),
-            extras={
-                strict.text(rank): _refs(refs)
-                for rank, refs in strict.fields(found["extras"]).items()
-            },
-            reasons=tuple(strict.text(text) for text in strict.items(found["reasons"])),
-            passed_over=_name(found["passed_over"]),
-        )  # fmt: skip
-    except (ValueError, TypeError, AttributeError) as error:
+        made: list[RestorePlan] = []
+        for item in strict.items(strict.fields(value, "origins")["origins"]):
+            made.append(_decode(item, made))
+        return _decode(value, made)
+    except (ValueError, TypeError, AttributeError, IndexError) as error:
         raise GroupError(f"rank 0 sent no restore plan: {error}"[:400]) from error
 
 
-def _decode_part(value: Any) -> PartPlan:
-    found = strict.fields(value, "part", "layout", "link", "base", "deltas")
+def _decode(value: Any, made: Sequence[RestorePlan]) -> RestorePlan:
+    found = strict.fields(
+        value, "run", "term", "step", "newest", "manifest", "manifest_id", "parts", "extras",
+        "reasons", "passed_over",
+    )  # fmt: skip
+    head = decode_head(found["manifest"].encode())
+    return RestorePlan(
+        run=strict.text(found["run"]), term=strict.text(found["term"]),
+        step=strict.count(found["step"]), newest=strict.count(found["newest"]),
+        manifest=decode_manifest(head), manifest_id=strict.text(found["manifest_id"]),
+        parts=tuple(_decode_part(item, made) for item in strict.items(found["parts"])),
+        extras={
+            strict.text(rank): _refs(refs) for rank, refs in strict.fields(found["extras"]).items()
+        },
+        reasons=tuple(strict.text(text) for text in strict.items(found["reasons"])),
+        passed_over=_name(found["passed_over"]),
+    )  # fmt: skip
+
+
+def _decode_part(value: Any, made: Sequence[RestorePlan]) -> PartPlan:
+    found = strict.fields(value, "part", "layout", "link", "base", "deltas", "origin")
+    origin = strict.integer(found["origin"])
     return PartPlan(
+        origin=None if origin == -1 else made[strict.count(origin)],
         part=strict.text(found["part"]), layout=strict.text(found["layout"]),
         link=strict.text(found["link"]), base=_decode_ref(found["base"]),
         deltas=_refs(found["deltas"]),

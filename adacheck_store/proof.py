@@ -1,13 +1,14 @@
 """Proof: which steps of a part its records can produce, along the line. The chain rules as code.
 
 Step by step from its bases: a base at s proves s, and a delta proves s+1 from a proven s whose
-link (the id a base of s has as parent) is its parent.
+link (the id a base of s has as parent) is its parent. What a term of another topology begins with
+is proven by the fork state of all parts of its parent.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from adacheck_store.format.bodies import BOUNDED_STEPS
@@ -45,11 +46,21 @@ class Segment:
         return found
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Origin:
+    """What derived bases of a term stand on: proofs of all parts of ``parent`` at the fork step."""
+
+    parent: Segment
+    step: int
+    proofs: Mapping[str, Proof]
+
+
 @dataclass(frozen=True, slots=True)
 class Proof:
     """How a part's state at a step is produced: a base, or a proof one step before and a delta.
 
     ``last`` is the last step that may be proven from it: drift accumulates from base to base.
+    Where that base is a derived one ``origin`` gives its bytes.
     """
 
     link: str
@@ -59,8 +70,9 @@ class Proof:
     prior: Proof | None = None
     length: int = 0
     last: int = MAX_STEP
+    origin: Origin | None = None
 
-    def origin(self) -> RecordRef:
+    def root(self) -> RecordRef:
         """The base that it goes back to."""
         proof: Proof = self
         while proof.prior is not None:
@@ -93,19 +105,62 @@ def by_step(refs: Sequence[RecordRef]) -> dict[int, list[RecordRef]]:
 
 
 def prove_part(catalog: Catalog, line: Sequence[Segment], part: str) -> dict[str, Proofs]:
-    """Every provable step of a part along the line, by term."""
-    proven: dict[str, Proofs] = {}
-    parent: Proofs = {}
+    """Every provable step of a part along the line, by term, by what is known of it alone."""
+    return prove_line(catalog, line, [part])[part]
+
+
+def prove_line(
+    catalog: Catalog, line: Sequence[Segment], parts: Iterable[str]
+) -> dict[str, dict[str, Proofs]]:
+    """Every provable step of some parts along the line: part -> term -> proofs."""
+    proven: dict[str, dict[str, Proofs]] = {part: {} for part in parts}
+    before: dict[str, Proofs] = {part: {} for part in proven}
+    parent: Segment | None = None
     for segment in line:
-        parent = proven[segment.term] = _prove_segment(catalog, segment, part, parent)
+        origin = _origin(segment, parent, before)
+        for part, by_term in proven.items():
+            begun = opening(segment, before[part], part)
+            if origin is not None:
+                begun.setdefault(segment.first, {}).update(_derived(catalog, segment, part, origin))
+            by_term[segment.term] = _prove_segment(catalog, segment, part, begun)
+        before = {part: by_term[segment.term] for part, by_term in proven.items()}
+        parent = segment
     return proven
 
 
-def _prove_segment(catalog: Catalog, segment: Segment, part: str, parent: Proofs) -> Proofs:
-    """Every step of a term that its own records prove, given the parent's proofs."""
+def _origin(
+    segment: Segment, parent: Segment | None, before: Mapping[str, Proofs]
+) -> Origin | None:  # fmt: skip
+    """The fork state of a term's parent, as the tips name it; None where it is not proven whole."""
+    manifest, found = segment.manifest, dict[str, Proof]()
+    if parent is None or parent.term != manifest.parent_term:
+        return None
+    for part, tip in manifest.tips.items():
+        proof = before.get(part, {}).get(segment.first, {}).get(tip)
+        if proof is None:
+            return None
+        found[part] = proof
+    forks_here = manifest.fork_step == segment.first
+    return Origin(parent, segment.first, found) if found and forks_here else None
+
+
+def _derived(
+    catalog: Catalog, segment: Segment, part: str, origin: Origin
+) -> dict[str, Proof]:  # fmt: skip
+    """What a term's derived bases prove of a part, by link: that of its first manifest."""
+    links = {identity for identity, _ in segment.revisions}
+    return {
+        ref.parent: Proof(ref.parent, ref.layout, base=ref, origin=origin)
+        for ref in catalog.derived.get((segment.term, part), ())
+        if ref.step == segment.first and ref.parent == ref.manifest and ref.parent in links
+    }
+
+
+def _prove_segment(catalog: Catalog, segment: Segment, part: str, begun: Proofs) -> Proofs:
+    """Every step of a term that its own records prove, given what it begins with."""
     place = (segment.term, part)
     return prove_steps(
-        opening(segment, parent, part), segment,
+        begun, segment,
         by_step(catalog.bases.get(place, ())), by_step(catalog.deltas.get(place, ())),
         catalog.gaps(place, segment.last), catalog.manifests,
     )  # fmt: skip
@@ -130,7 +185,7 @@ def prove_steps(
             if prior is not None and prior.layout == ref.layout and step <= prior.last:
                 here[ref.id] = Proof(
                     ref.id, ref.layout, delta=ref, prior=prior, length=prior.length + 1,
-                    last=prior.last,
+                    last=prior.last, origin=prior.origin,
                 )  # fmt: skip
         for ref in _by_preference(bases.get(step, ()), manifests):
             if ref.origin == "captured" or step not in blocked:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from adacheck_store.tiers.base import Tier
 from .ahead import Ahead
 from .arrays import tensor_of, torch_dtype
 from .catalog import RecordRef
+from .derived import DerivedReader
 from .fetch import ArrayReader, BlocksLostError, Fetcher
 from .fold import Fold, FoldReport
 from .recovery import PartPlan, RestorePlan
@@ -61,8 +63,16 @@ def open_layout(tiers: Sequence[Tier], run: str, layout_id: str) -> Layout:
 
 def open_fold(fetcher: Fetcher, layout: Layout, part: PartPlan) -> Fold:
     """The fold of a part's plan; reads heads, no blocks yet."""
-    base = ArrayReader(fetcher, part.base)
+    if part.origin is None:
+        base = ArrayReader(fetcher, part.base)
+    else:
+        base = DerivedReader(fetcher, part, layout, partial(_open_folds, fetcher))
     return Fold(layout, base, [ArrayReader(fetcher, ref) for ref in part.deltas])
+
+
+def _open_folds(fetcher: Fetcher, plan: RestorePlan) -> dict[str, Fold]:
+    layouts = open_layouts(fetcher.tiers, plan)
+    return {item.part: open_fold(fetcher, layouts[item.part], item) for item in plan.parts}
 
 
 def open_layouts(tiers: Sequence[Tier], plan: RestorePlan) -> dict[str, Layout]:

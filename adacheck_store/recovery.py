@@ -15,18 +15,23 @@ from adacheck_store.format.manifest import Manifest
 
 from .catalog import Catalog, Gaps, RecordRef
 from .deaths import Ceiling
-from .proof import Proof, Segment, by_step, prove_part, sole
+from .proof import Origin, Proof, Segment, by_step, prove_line, sole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartPlan:
-    """What to fold for a part; ``link`` is its link id at the step."""
+    """What to fold for a part; ``link`` is its link id at the step.
+
+    ``origin`` is the plan of the fork step from which a derived base gets its bytes; it is one
+    object for all parts that begin there.
+    """
 
     part: str
     layout: str
     base: RecordRef
     deltas: tuple[RecordRef, ...]
     link: str
+    origin: RestorePlan | None = None
 
     @property
     def step(self) -> int:
@@ -54,12 +59,16 @@ class RestorePlan:
     reasons: tuple[str, ...] = ()
     passed_over: str = ""
 
-
-Nearness = Mapping[str, Sequence[frozenset[str]]]
-"""Of a part sets of tiers, by name, each farther from who loads it than the one before."""
-
-NOWHERE: Nearness = {}
-"""All tiers are alike."""
+    @property
+    def forks(self) -> int:
+        """How many forks deep a restore reads: 0 where every part has a base with bytes."""
+        level: list[RestorePlan] = [self]
+        deep = -1
+        while level:
+            deep += 1
+            below = {id(p.origin): p.origin for plan in level for p in plan.parts if p.origin}
+            level = list(below.values())
+        return deep
 
 
 def line_of(catalog: Catalog, term: str = "") -> tuple[Segment, ...]:
@@ -138,13 +147,14 @@ class Prover:
             for _, manifest in segment.revisions
             for entry in manifest.parts
         }
-        self.parts = {part: prove_part(catalog, self.line, part) for part in sorted(parts)}
+        self.parts = prove_line(catalog, self.line, sorted(parts))
         self._extras = {place: by_step(refs) for place, refs in catalog.extras.items()}
         self._shared = any(
             manifest.redundancy is not None
             for segment in self.line for _, manifest in segment.revisions
         )  # fmt: skip
         self._held: dict[tuple[str, str], tuple[set[int], Gaps]] = {}
+        self._origins: dict[str, tuple[Origin, RestorePlan | str]] = {}
 
     def segment_of(self, step: int) -> Segment | None:
         """The term a step belongs to; a fork step belongs to the parent."""
@@ -226,16 +236,43 @@ class Prover:
             return "has two records of different ids for this step"
         why = ""
         for proof in sorted(proofs.values(), key=lambda p: (p.length, p.link)):
-            last = proof.base if proof.delta is None else proof.delta
-            if last is None or last.manifest not in self.catalog.manifests:
-                why = "was written under a manifest revision that is missing"
-            elif layout not in ("", proof.layout):
-                why = "holds other tensors than the manifest says"
-            elif proof.layout not in self.catalog.layouts:
-                why = f"has layout {proof.layout[:16]}, which is missing"
-            else:
+            why = self._flaw(proof, layout)
+            if not why:
                 return proof
         return why
+
+    def _flaw(self, proof: Proof, layout: str = "") -> str:
+        """Why what is proven cannot be read; empty if it can."""
+        last = proof.base if proof.delta is None else proof.delta
+        if last is None or last.manifest not in self.catalog.manifests:
+            return "was written under a manifest revision that is missing"
+        if layout not in ("", proof.layout):
+            return "holds other tensors than the manifest says"
+        if proof.layout not in self.catalog.layouts:
+            return f"has layout {proof.layout[:16]}, which is missing"
+        plan = None if proof.origin is None else self._plan_of(proof.origin)
+        return plan if isinstance(plan, str) else ""
+
+    def _plan_of(self, origin: Origin) -> RestorePlan | str:
+        """The plan of the fork step that derived bases stand on, or why there is none."""
+        parent = origin.parent
+        known = self._origins.get(parent.term)
+        if known is not None and known[0] is origin:
+            return known[1]
+        found: RestorePlan | str
+        for part, proof in origin.proofs.items():
+            if why := self._flaw(proof):
+                found = f"begins with term {parent.term}'s step {origin.step}: part {part} {why}"
+                break
+        else:
+            identity, manifest = parent.revision(origin.step)
+            found = RestorePlan(
+                run=self.catalog.run, term=parent.term, step=origin.step, manifest=manifest,
+                manifest_id=identity, parts=self._part_plans(origin.proofs), extras={},
+                newest=origin.step,
+            )  # fmt: skip
+        self._origins[parent.term] = (origin, found)
+        return found
 
     def _extra(self, segment: Segment, rank: str, step: int) -> tuple[RecordRef, ...] | str:
         """A rank's extra at a step, and the earlier extras it refers to."""
@@ -259,16 +296,23 @@ class Prover:
         extras: Mapping[str, tuple[RecordRef, ...]],
     ) -> RestorePlan:  # fmt: skip
         identity, manifest = segment.revision(step)
+        return RestorePlan(
+            run=self.catalog.run, term=segment.term, step=step, manifest=manifest,
+            manifest_id=identity, parts=self._part_plans(proofs), extras=extras, newest=step,
+        )  # fmt: skip
+
+    def _part_plans(self, proofs: Mapping[str, Proof]) -> tuple[PartPlan, ...]:
+        """What to fold for each part; of all that `_flaw` has found nothing wrong with."""
         plans = []
         for part, proof in proofs.items():
             base, deltas = proof.records()
+            origin = None if proof.origin is None else self._plan_of(proof.origin)
+            assert not isinstance(origin, str)
             plans.append(
-                PartPlan(part=part, layout=proof.layout, base=base, deltas=deltas, link=proof.link)
-            )
-        return RestorePlan(
-            run=self.catalog.run, term=segment.term, step=step, manifest=manifest,
-            manifest_id=identity, parts=tuple(plans), extras=extras, newest=step,
-        )  # fmt: skip
+                PartPlan(part=part, layout=proof.layout, base=base, deltas=deltas, link=proof.link,
+                         origin=origin)
+            )  # fmt: skip
+        return tuple(plans)
 
     def _why(self, segment: Segment, part: str, step: int) -> str:
         place = (segment.term, part)
@@ -281,6 +325,11 @@ class Prover:
             return "is unprovable here (a gap, re-based later)"
         if step not in held:
             return "has no delta and no base"
+        if place in self.catalog.derived:
+            return (
+                f"begins with what all parts of term {segment.manifest.parent_term} had at step "
+                f"{segment.first}, which cannot be proven"
+            )
         return "has a delta, but no base that its chain reaches, or that still serves"
 
 
@@ -337,34 +386,6 @@ def _oldest(
         f"the oldest that can, {steps[0]} (newest: {steps[-1]}); find out why attempts die"
     )
     return replace(plan, newest=newest, reasons=(over,), passed_over=over)
-
-
-def nearer(plan: RestorePlan, catalog: Catalog, near: Nearness) -> RestorePlan:
-    """The plan with each part from the nearest set of tiers that gives the same state exactly.
-
-    Rather a longer fold than a base from afar: of a node's own memory than over the network, of
-    the memories than from a disk.
-    """
-    if not near:
-        return plan
-    line = tolerant_line(catalog, plan.term)
-    parts = [_nearer(part, plan, catalog, line, near.get(part.part, ())) for part in plan.parts]
-    return replace(plan, parts=tuple(parts))
-
-
-def _nearer(
-    part: PartPlan, plan: RestorePlan, catalog: Catalog, line: Sequence[Segment],
-    near: Sequence[frozenset[str]],
-) -> PartPlan:  # fmt: skip
-    for tiers in near if part.base.exactness != "bounded" else ():
-        proofs = prove_part(catalog.held_by(tiers, part.part), line, part.part)
-        proof = proofs[plan.term].get(plan.step, {}).get(part.link)
-        if proof is None or proof.layout != part.layout:
-            continue
-        base, deltas = proof.records()
-        if base.exactness != "bounded":
-            return replace(part, base=base, deltas=deltas)
-    return part
 
 
 def _refusal(catalog: Catalog, prover: Prover, step: int, why: str) -> NotProvableError:

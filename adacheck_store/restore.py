@@ -18,12 +18,14 @@ from adacheck_store.tiers.base import Tier
 from .candidates import carry_out
 from .catalog import Catalog, read_catalog
 from .deaths import Ceiling
+from .derived import Began, began
 from .drift import Drift, measure, stretch, too_much
 from .fetch import BlocksLostError, Fetcher
 from .fold import FoldReport
 from .group import SOLO, Group
+from .nearness import NOWHERE, Nearness
 from .reading import fetch_parts, open_layouts, read_extra
-from .recovery import NOWHERE, Nearness, PartPlan, RestorePlan
+from .recovery import PartPlan, RestorePlan
 from .redundancy.shares import wanted_of
 from .reshard import Wanted
 from .state import PartState, gathered
@@ -77,7 +79,8 @@ class Restored:
     ``extras`` maps a rank to its tree, with torch tensors. ``lost`` is how many steps newer than
     ``step`` were seen and not taken, with ``reasons``; ``tiers`` maps each tier to the
     bytes it gave. ``plan`` is what was executed. ``alike`` names what of the extra all ranks had
-    alike where it is another rank's, for this one is new; else it is None.
+    alike where it is another rank's, for this one is new; else it is None. ``began`` is what was
+    put together, if it was: a term may begin with just that.
     """
 
     step: int
@@ -89,6 +92,7 @@ class Restored:
     reasons: tuple[str, ...]
     tiers: Mapping[str, int]
     alike: frozenset[str] | None = None
+    began: Began | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +107,7 @@ class _Fetched:
     topology: str = ""
     alike: frozenset[str] | None = None
     live: str = ""
+    began: Began | None = None
 
 
 Living = Callable[[RestorePlan], tuple[PartState, str] | None]
@@ -136,7 +141,7 @@ def restore_state(
     Tiers are given nearest first. Where this machine's arithmetic is not the trainer's, the drift
     of such folds is measured; if it is above ``max_drift`` no delta is folded. What a rank
     ``need``s is put together as the state of its part (all parts as they are, if not given);
-    ``near`` see `recovery.nearer`, ``ceiling`` see `deaths`. What trainers are ``living`` to give
+    ``near`` see `nearness.nearer`, ``ceiling`` see `deaths`. What trainers are ``living`` to give
     is not read. Raises `RestoreError`,
     `NotProvableError`, `ModelMismatchError` where a state cannot be put together, or what made
     every candidate fail.
@@ -165,6 +170,7 @@ def restore_state(
         step=done.plan.step, plan=done.plan, parts=found.parts, extras=found.extras,
         certificate=certificate, lost=done.lost, reasons=done.reasons,
         tiers=dict(done.fetcher.used), alike=found.alike,
+        began=found.began,
     )  # fmt: skip
 
 
@@ -193,10 +199,12 @@ def _fetch(
         wanted = wanted_of(whole.manifest, need.rank)
         plan = only(whole, wanted or {part_name(need.rank)}, {rank_name(need.rank)})
     layouts = open_layouts(tiers, plan)
-    topology, alike = "", None
+    topology, alike, start = "", None, None
     if need is not None and is_another(whole, layouts, need, wanted):
         layouts = open_layouts(tiers, whole)
         made = put_together(fetcher, whole, layouts, need, wanted)
+        assert need.layout is not None
+        start = began(need.layout, made.state.layout, made.state.arrays)
         parts, reports, plan = {made.state.part: made.state}, made.reports, made.plan
         tree, alike, topology = adopt(fetcher, whole, need, made.taken)
         extras: dict[str, Mapping[str, Any]] = {rank_name(need.rank): tree}
@@ -209,7 +217,7 @@ def _fetch(
     bounded = any(report.exactness == "bounded" and report.deltas for report in reports)
     return _Fetched(
         plan=plan, parts=parts, reports=reports, extras=extras, topology=topology, alike=alike,
-        drift=measured(plan, layouts) if bounded else None,
+        drift=measured(plan, layouts) if bounded else None, began=start,
     )  # fmt: skip
 
 

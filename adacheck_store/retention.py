@@ -60,8 +60,8 @@ class FloorChoice:
 def standing(catalog: Catalog) -> tuple[tuple[str, ...], list[RestorePlan]]:
     """The terms of the line, and the steps that stand by themselves in a tier, newest first.
 
-    ``catalog`` is of that tier alone. At such a step every part has a base there, and every extra
-    is provable and refers to none before.
+    ``catalog`` is of that tier alone. At such a step every part has a base there, with bytes of its
+    own, and every extra is provable and refers to none before.
     """
     if catalog.empty:
         return (), []
@@ -70,8 +70,9 @@ def standing(catalog: Catalog) -> tuple[tuple[str, ...], list[RestorePlan]]:
     found: list[RestorePlan] = []
     for step in _base_steps(catalog, {segment.term for segment in line}):
         plan = prover.prove(step)
-        if isinstance(plan, RestorePlan) and all(not part.deltas for part in plan.parts):
-            found.append(plan)
+        if isinstance(plan, RestorePlan) and not plan.forks:
+            if all(not part.deltas for part in plan.parts):
+                found.append(plan)
     return tuple(segment.term for segment in line), found
 
 

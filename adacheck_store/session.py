@@ -31,8 +31,8 @@ from .config import Settings, arm_failpoints
 from .deaths import Ceiling, ceiling_of
 from .excuse import Excuse
 from .group import SOLO, Group, lead, same, share, together
+from .nearness import NOWHERE
 from .opening import Opened, Opening, without_unbegun
-from .recovery import NOWHERE
 from .redundancy.shares import Sharing
 from .restore import Living, Restored, refuse_unknown, restore_state
 from .revisions import Revisions
@@ -258,7 +258,7 @@ class RunSession:
         opening = Opening(
             store=self.store, run=self.run, term=self._term, group=self.group,
             settings=self.settings, restored=self._restored, base=base, extra=extra,
-            announce=self._announce,
+            announce=self._announce, drains=self._crew is None,
         )  # fmt: skip
         with self._excuse.refusals():
             opened = opening.open(layout, start_step)

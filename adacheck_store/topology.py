@@ -6,29 +6,22 @@ Each part is folded as it was written, only those windows that have something of
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-from bisect import bisect_right
-from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from adacheck_store.format.bodies import SectionState, decode_extra
 from adacheck_store.format.canonical import ArrayRef
 from adacheck_store.format.errors import ModelMismatchError
 from adacheck_store.format.keys import part_name, rank_name
-from adacheck_store.format.layout import Layout, Section
+from adacheck_store.format.layout import Layout
 
-from .ahead import Ahead
-from .arrays import byte_tensor, torch_dtype
+from .cutting import array_of, cut_out, differs
 from .fetch import ArrayReader, Fetcher, lost_if_malformed
-from .fold import Fold, FoldReport
+from .fold import FoldReport
 from .reading import open_fold, read_extra
 from .recovery import RestorePlan
-from .regions import Region
-from .reshard import Copy, Held, Reshard, Wanted, reshard, same_pieces
+from .reshard import Reshard, Wanted, same_pieces
 from .state import PartState
 
 
@@ -104,101 +97,25 @@ def put_together(
     assert need.layout is not None
     at = need.rank % len(plan.parts)
     order = [*plan.parts[at:], *plan.parts[:at]]
-    folds = {item.part: open_fold(fetcher, layouts[item.part], item) for item in order}
-    shard = reshard(
-        need.layout, {item.part: layouts[item.part] for item in order},
-        rank=rank_name(need.rank), own=wanted, alike=_tokens(folds), bare=need.bare,
+    made = cut_out(
+        fetcher, {item.part: open_fold(fetcher, layouts[item.part], item) for item in order},
+        need.layout, rank=need.rank, own=wanted, bare=need.bare,
         as_many=len(plan.manifest.ranks) == need.ranks,
     )  # fmt: skip
-    used = shard.parts or (order[0].part,)
-    arrays: dict[str, torch.Tensor] = {}
-    given = []
-    for part in used:
-        spans = shard.spans(part)
-        with Ahead(fetcher.parallel) as reader:
-            folds[part].run(_Cutter(shard, part, arrays), reader, spans)
-        if any(spans.values()):
-            given.append(folds[part].report)
-    reports = {part: folds[part].report for part in used}
+    shard, arrays = made.shard, made.arrays
+    reports = made.reports
     states = _states(shard, reports)
     for section in shard.layout.sections:  # also where nothing was copied
         roles = section.state_roles if any(states[section.name].present) else ()
         for role in (section.main_role, *roles):
-            _array(arrays, section, role)
+            array_of(arrays, section, role)
     state = PartState(
         part=part_name(need.rank), step=plan.step, layout=shard.layout, layout_id="",
         arrays=arrays, states=states, boundary=_boundary(reports),
     )  # fmt: skip
     return PutTogether(
-        state=state, plan=only(plan, used, plan.extras), taken=shard.taken,
-        reports=given or list(reports.values()),
-    )  # fmt: skip
-
-
-class _Cutter:
-    """A fold's sink that copies out of each window what is needed of it, and forgets the window.
-
-    ``arrays`` are those of the state: ``<section>/<role>``.
-    """
-
-    def __init__(self, shard: Reshard, part: str, arrays: dict[str, torch.Tensor]) -> None:
-        self._sections = {section.name: section for section in shard.layout.sections}
-        self._arrays = arrays
-        self._copies: dict[str, list[Copy]] = defaultdict(list)
-        for copy in sorted(shard.copies, key=lambda copy: copy.source.piece.offset):
-            if copy.source.part == part:
-                self._copies[copy.source.section.name].append(copy)
-        self._ends = {
-            name: [copy.source.piece.offset + copy.source.piece.elements for copy in copies]
-            for name, copies in self._copies.items()
-        }
-
-    def window(self, section: Section, role: str, start: int, stop: int) -> torch.Tensor:
-        """Memory of the window's own: others are read meanwhile."""
-        return torch.empty(stop - start, dtype=torch_dtype(section.dtypes[role]))
-
-    def done(
-        self, section: Section, start: int, stop: int, views: Mapping[str, torch.Tensor]
-    ) -> None:
-        """Copy what lies in the window, or compare it with what a copy of it gave."""
-        copies = self._copies.get(section.name, [])
-        for copy in copies[bisect_right(self._ends.get(section.name, []), start) :]:
-            if copy.source.piece.offset >= stop:
-                break
-            made = self._sections[copy.target]
-            roles = [role for role in views if role in made.dtypes]
-            for source, target in copy.moves(start, stop):
-                for role in roles:
-                    here = _view(views[role], source, start)
-                    there = _view(_array(self._arrays, made, role), target)
-                    if not copy.check:
-                        there.copy_(here)
-                    elif not _same(here, there):
-                        raise _differs(copy.source)
-
-
-def _array(arrays: dict[str, torch.Tensor], section: Section, role: str) -> torch.Tensor:
-    """A role's array of a section, made when first asked for."""
-    key = f"{section.name}/{role}"
-    if key not in arrays:
-        arrays[key] = torch.zeros(section.elements, dtype=torch_dtype(section.dtypes[role]))
-    return arrays[key]
-
-
-def _view(array: torch.Tensor, region: Region, at: int = 0) -> torch.Tensor:
-    """A region of an array whose first element is element ``at``."""
-    return array.as_strided(region.sizes, region.strides, region.base - at)
-
-
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.equal(byte_tensor(one.contiguous()), byte_tensor(other.contiguous()))
-
-
-def _differs(held: Held) -> ModelMismatchError:
-    return ModelMismatchError(
-        f"{held.piece.name!r} is not the same on all ranks that wrote the chain, and this run "
-        "needs one for them", part=held.part,
-        hint="start as many ranks, sharded in the same way, as wrote it; nothing was changed",
+        state=state, plan=only(plan, reports, plan.extras), taken=shard.taken,
+        reports=made.given or list(reports.values()),
     )  # fmt: skip
 
 
@@ -218,7 +135,7 @@ def _states(shard: Reshard, reports: Mapping[str, FoldReport]) -> dict[str, Sect
                 for state in [reports[held.part].states[held.section.name]]
             ]  # fmt: skip
             if any(each != told[0] for each in told[1:]):
-                raise _differs(shard.givers[section.name, index][0])
+                raise differs(shard.givers[section.name, index][0])
             rows.append(told[0])
         names = sorted({name for _, scalars in rows for name in scalars})
         found[section.name] = SectionState(
@@ -237,41 +154,6 @@ def _boundary(reports: Mapping[str, FoldReport]) -> Any:
             "all", hint="start as many ranks, sharded in the same way, as wrote the chain",
         )  # fmt: skip
     return found[0].boundary
-
-
-def _tokens(folds: Mapping[str, Fold]) -> dict[tuple[str, str], str]:
-    """Of sections with tensors that each rank has of its own: a digest of all that is folded.
-
-    Where two are equal, so is what folding them gives, for bases and deltas have the same bytes.
-    """
-    found = {}
-    for part, fold in folds.items():
-        for section in fold.layout.sections:
-            if any(piece.scope for piece in section.slices):
-                found[part, section.name] = _token(fold, section)
-    return found
-
-
-def _token(fold: Fold, section: Section) -> str:
-    name = section.name
-    bare = [dataclasses.replace(piece, scope="") for piece in section.slices]
-    told: list[Any] = [section.optimizer, section.roles, bare, fold.base_step]
-    told += [
-        (role, info and info.digests)
-        for role, _ in section.roles for info in [fold.base.info(f"{name}/{role}")]
-    ]  # fmt: skip
-    told.append(fold.base_body.states.get(name))
-    for delta in fold.deltas:
-        told += [
-            (info.name, info.digests) for info in delta.reader.head.arrays
-            if info.name.split("/")[1] == name
-        ]  # fmt: skip
-        told.append([entry for entry in delta.body.sets if entry.section == name])
-        for update in delta.body.updates:
-            told += [update.optimizer, update.groups]
-            told.append([grad for grad in update.grads if grad.section == name])
-            told.append([index for other, index in update.absent if other == name])
-    return hashlib.blake2b(repr(told).encode(), digest_size=16).hexdigest()
 
 
 def adopt(

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from . import canonical, strict
+from . import canonical, derived, strict
 from .errors import MalformedError
 from .head import Head
 
@@ -21,7 +21,7 @@ Groups = tuple[Mapping[str, Any], ...]
 ENCODINGS = ("raw", "bf16", "fp16")
 """How a gradient is kept: in its own dtype, or as half precision (times ``scale``, if given)."""
 
-ORIGINS = ("captured", "replayed")
+ORIGINS = ("captured", "replayed", "derived")
 CLASSES = ("exact", "bounded", "unsupported")
 
 BOUNDED_STEPS = 256
@@ -132,7 +132,7 @@ class SectionState:
 class BaseBody:
     """What a base is besides its arrays.
 
-    ``origin`` is ``captured`` or ``replayed``, ``exactness`` one of `CLASSES`. ``gap``, where
+    ``origin`` is one of `ORIGINS` (see `derived`), ``exactness`` one of `CLASSES`. ``gap``, where
     the spine starts anew for a reason other than a term: ``{"reason": str, "from": step}``;
     folding through steps ``from`` .. this base's is unprovable. ``since``, of a replayed base of
     class ``bounded``, is the step of the exact base it was folded from (None: not told).
@@ -229,6 +229,8 @@ def decode_delta(head: Head) -> DeltaBody:
 def decode_base(head: Head) -> BaseBody:
     """A base's body; raises `MalformedError` (rule ``base``, or that of a typed value)."""
     body = _body_of(head, "base")
+    if body.get("origin") == derived.ORIGIN or derived.FEATURE in head.requires:
+        derived.stood_for(head)
     try:
         found = strict.fields(body, "origin", "class", "states", "boundary", "gap")
         if found["origin"] not in ORIGINS or found["class"] not in CLASSES:

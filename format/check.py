@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from . import derived
 from .bodies import BaseBody, DeltaBody, Groups, Update, grad_array, set_array
 from .dtypes import item_bytes
 from .errors import MalformedError
@@ -25,6 +26,8 @@ def check_delta(head: Head, body: DeltaBody, layout: Layout) -> None:
 
 def check_base(head: Head, body: BaseBody, layout: Layout) -> None:
     """Check a base against its layout; raises `MalformedError` (rule ``base-layout``)."""
+    if body.origin == derived.ORIGIN:
+        head, _ = derived.stood_for(head)
     try:
         _check_base(head, body, layout)
     except ValueError as exc:

@@ -17,8 +17,8 @@ FORMAT = "adacheck"
 VERSION = 1
 KINDS = ("manifest", "layout", "base", "delta", "extra", "claim", "floor", "tag")
 LOG_KINDS = ("claim", "floor", "tag")
-FEATURES: frozenset[str] = frozenset()
-"""Names this version understands in ``requires``."""
+FEATURES: frozenset[str] = frozenset(("derived",))
+"""Names this version understands in ``requires``: see `derived`."""
 
 MAX_HEAD_BYTES = 32 << 20
 """Room for the digests of about a terabyte of arrays."""

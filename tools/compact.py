@@ -95,7 +95,7 @@ def _compact_part(
     with streamed(fetcher.parallel) as reader:
         source: Source = FetchedSource(fetcher, part.base)
         done = "copied"
-        if part.deltas:
+        if part.deltas or part.origin is not None:
             base = _replayed(store, fetcher, plan, part, inexact, reader)
             what = f"base {plan.step} of part {part.part}"
             source, done = _Watched(base, progress, what, part.base.nbytes), "folded"

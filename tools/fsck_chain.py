@@ -105,7 +105,7 @@ def _check_base(
     deltas = {delta.id for delta in spine.deltas.get(ref.step, [])}
     after = {delta.parent for delta in spine.deltas.get(ref.step + 1, [])}
     if ref.parent in starts:
-        if ref.origin != "captured":
+        if ref.origin != "captured" and spine.place not in spine.catalog.derived:
             yield _of(ref, "unbased-start", "a new start, and its base is not captured")
         if ref.step != spine.first and ref.gap is None:
             yield _of(ref, "unexplained-start", "a new start within a term without a gap")
@@ -285,19 +285,20 @@ def check_steps(catalog: Catalog, tiers: Sequence[Tier]) -> Iterator[Finding | P
             apart.add(step)
     newest = max(good, default=None)
     gaps = {segment.term: _gaps(catalog, segment.term) for segment in prover.line}
-    groups: dict[str, list[int]] = defaultdict(list)
+    groups: dict[tuple[str, str], list[int]] = defaultdict(list)  # by term: each has its reasons
     for step in reasons:
         segment = prover.segment_of(step)
+        term = segment.term if segment is not None else ""
         if segment is not None and _superseded(catalog, segment, step):
             continue
         if step in apart:
-            groups["parted"].append(step)
+            groups["parted", term].append(step)
         elif segment is not None and step in gaps[segment.term]:
-            groups["declared-gap"].append(step)
+            groups["declared-gap", term].append(step)
         else:
             after = newest is not None and step > newest
-            groups["tail" if after else "gap"].append(step)
-    for kind, steps in groups.items():
+            groups["tail" if after else "gap", term].append(step)
+    for (kind, _), steps in groups.items():
         for low, high in spans(steps):
             what = f"steps {low}..{high}" if high > low else f"step {low}"
             verb = "is passed over" if kind == "parted" else "cannot be proven"

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from adacheck_store.catalog import Catalog, RecordRef, read_catalog
+from adacheck_store.format.derived import ORIGIN
 from adacheck_store.format.errors import AdaCheckError, RestoreError
 from adacheck_store.parting import offered
 from adacheck_store.recovery import Prover, RestorePlan, tolerant_line
@@ -81,7 +82,7 @@ def run_row(catalog: Catalog, tiers: Sequence[Tier]) -> RunRow:
     return RunRow(
         run=catalog.run, terms=len(terms), newest_term=max(terms, default=""),
         steps=ranges(seen), newest=seen[0] if seen else None,
-        provable=newest_provable(prover, tiers), bases=sum(ref.kind == "base" for ref in refs),
+        provable=newest_provable(prover, tiers), bases=sum(map(len, catalog.bases.values())),
         records=len(refs), nbytes=dict(sorted(nbytes.items())), troubles=len(catalog.troubles),
     )  # fmt: skip
 
@@ -115,7 +116,8 @@ def holdings(catalog: Catalog) -> Iterator[HoldingRow]:
         for tier in ref.tiers:
             table[ref.term, tier].append(ref)
     for (term, tier), refs in sorted(table.items()):
-        steps = {kind: [r.step for r in refs if r.kind == kind] for kind in KINDS}
+        own = [ref for ref in refs if ref.origin != ORIGIN]
+        steps = {kind: [ref.step for ref in own if ref.kind == kind] for kind in KINDS}
         yield HoldingRow(
             run=catalog.run, term=term, on_line=term in line, tier=tier,
             bases=ranges(steps["base"]), deltas=ranges(steps["delta"]),

@@ -341,7 +341,8 @@ def _bases(survey: _Survey, tier: str, filled: set[str]) -> set[str]:
         for base in bases:
             after = here.get(base.step + 1)
             chained = base.step in here and base.step != floor
-            twins = [b for b in bases if (b.step, b.parent) == (base.step, base.parent)]
+            others = (*bases, *survey.sound.derived.get((term, part), ()))
+            twins = [b for b in others if (b.step, b.parent) == (base.step, base.parent)]
             hangs = after is not None and after.parent == base.parent
             if hangs and not chained and base.step >= floor:
                 if not any(tier in twin.tiers or twin.key in found for twin in twins):

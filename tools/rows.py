@@ -74,7 +74,7 @@ def spans(steps: Iterable[int]) -> list[tuple[int, int]]:
 
 def all_refs(catalog: Catalog) -> list[RecordRef]:
     """Every base, delta and extra of a catalog, ordered by key."""
-    tables = (catalog.bases, catalog.deltas, catalog.extras)
+    tables = (catalog.bases, catalog.deltas, catalog.extras, catalog.derived)
     refs = (ref for table in tables for found in table.values() for ref in found)
     return sorted(refs, key=lambda ref: (ref.key, ref.id))
 
@@ -101,6 +101,7 @@ def held_alone(catalog: Catalog, tier: Tier, run: str) -> Catalog:
         bases=keep(catalog.bases),
         deltas=keep(catalog.deltas),
         extras=keep(catalog.extras),
+        derived=keep(catalog.derived),
         troubles=tuple(trouble for trouble in catalog.troubles if trouble.tier == name),
     )
 

@@ -90,7 +90,7 @@ def _row(
     prover = line_prover(catalog)
     seen = prover.seen_steps() if prover else []
     refs = all_refs(catalog)
-    bases = [ref.step for ref in refs if ref.kind == "base"]
+    bases = [ref.step for found in catalog.bases.values() for ref in found]
     provable = newest_provable(prover, tiers if tier is None else [tier])
     path = str(getattr(tier, "path", ""))
     known = newest is not None and provable is not None

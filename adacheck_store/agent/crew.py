@@ -18,8 +18,8 @@ from adacheck_store.format.keys import part_name, rank_name
 from adacheck_store.format.layout import Layout
 from adacheck_store.format.manifest import Manifest
 from adacheck_store.group import Group, lead, share, together
+from adacheck_store.nearness import Nearness
 from adacheck_store.placement import Node, domains, place
-from adacheck_store.recovery import Nearness
 from adacheck_store.store import Store, beside_agents
 from adacheck_store.tiers import credentials as keys
 from adacheck_store.tiers.base import Tier, TierTraits

@@ -251,7 +251,7 @@ class PartReplica(Replica):
         proof = self._proof(watermark) if watermark >= 0 else None
         if proof is None:
             return []
-        first = proof.origin().step
+        first = proof.root().step
         return [
             ref for ref in self._lined()
             if ref.step < first or (ref.step == first and ref.kind == "delta")

@@ -14,7 +14,8 @@ from adacheck_store.catalog import Catalog, Gaps, RecordRef
 from adacheck_store.format.errors import NotProvableError, RestoreError
 from adacheck_store.format.manifest import Manifest, PartEntry
 from adacheck_store.format.redundancy import HeldPart, Redundancy
-from adacheck_store.recovery import Prover, RestorePlan, nearer, plan_restore, tolerant_line
+from adacheck_store.nearness import nearer
+from adacheck_store.recovery import Prover, RestorePlan, plan_restore, tolerant_line
 from tests.core.histories import RUN, TIERS, Author, History, Oracle, damaged, digest
 
 P, R = "p000000", "r000000"

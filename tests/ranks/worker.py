@@ -345,7 +345,7 @@ def _train(out: str, rank: int, ranks: int, port: int, prefix: str, kind: str, o
     if rank in options.get("absent", ()):
         time.sleep(5.0)
         return
-    model, optimizer, schedule, loader = build(kind, rank, ranks)
+    model, optimizer, schedule, loader = build(kind, rank, ranks, **options.get("sizes", {}))
     if options.get("grown"):
         grow(kind, model, optimizer, GROWN_AT)
     warnings.simplefilter("error")
