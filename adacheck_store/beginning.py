@@ -7,6 +7,7 @@ produce the fork step by itself, exactly: a derived base says that the rest foll
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -30,8 +31,11 @@ from .store import Store
 
 log = logging.getLogger(__name__)
 
-BATCH = 64
+BATCH = 16
 """Records in a put."""
+
+DRAIN_S = 60.0
+"""How long a start waits for what earlier terms have left: about what their writers were behind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,10 +91,13 @@ class Beginning:
         return key.kind != "base" and key.term != self.link.term
 
     def _drain(self) -> bool:
-        """Drain what earlier terms have left; False if anything of it cannot be."""
-        far = self.store.far
+        """Drain what earlier terms have left; False if anything of it cannot be, or not soon."""
+        far, end = self.store.far, time.monotonic() + DRAIN_S
         try:
             for batch in in_batches(filter(self._before, self.inherited), BATCH):
+                if time.monotonic() > end:
+                    log.warning("what an earlier term left is drained while training goes on")
+                    return False
                 copy_records(self.store.uppers, far, batch)
             far.sync()
         except AdaCheckError as error:

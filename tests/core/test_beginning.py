@@ -151,9 +151,9 @@ def test_what_the_parent_left_goes_first():
     assert_back(far, toys, rows, 2)
 
 
-@pytest.mark.parametrize("fault", ["drain", "proof", "put"])
+@pytest.mark.parametrize("fault", ["drain", "time", "proof", "put"])
 def test_where_the_far_tier_cannot_there_is_a_base(fault, monkeypatch, caplog):
-    """The parent's records do not arrive, do not prove, or the reference cannot be put."""
+    """The parent's records do not arrive in time, do not prove, or there is no reference."""
     far, nears, _ = written(rows, 2)
     far.delete(last_of(far, 0))
 
@@ -162,6 +162,8 @@ def test_where_the_far_tier_cannot_there_is_a_base(fault, monkeypatch, caplog):
 
     if fault == "drain":
         monkeypatch.setattr(beginning, "copy_records", refuse)
+    elif fault == "time":
+        monkeypatch.setattr(beginning, "DRAIN_S", -1.0)
     elif fault == "proof":
         monkeypatch.setattr(beginning, "copy_records", lambda *of: 0)
     else:
