@@ -205,7 +205,7 @@ def _lost(harm: Mapping[str, Any]) -> set[Pair]:
 
 def _held(catalog: Catalog) -> set[Pair]:
     """The (tier, key) pairs of all records of steps."""
-    tables = (catalog.bases, catalog.deltas, catalog.extras)
+    tables = (catalog.bases, catalog.deltas, catalog.extras, catalog.derived)
     return {(tier, ref.key) for table in tables for refs in table.values()
             for ref in refs for tier in ref.tiers}  # fmt: skip
 

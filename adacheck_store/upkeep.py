@@ -266,7 +266,7 @@ class Upkeep:
         line = tolerant_line(catalog, str(self._term))
         proofs = prove_part(catalog.without(error.lost), line, self._part)[str(self._term)]
         proof = proofs.get(newest.step, {}).get(newest.id)
-        base = plan.base if proof is None else proof.origin()
+        base = plan.base if proof is None else proof.root()
         if base.step <= plan.base.step or base.exactness not in ("exact", plan.base.exactness):
             return False
         with self._changed:
