@@ -4,7 +4,6 @@ Real ranks, killed by SIGKILL, and then everything is lost but the far tier.
 """
 
 import shutil
-import time
 
 import pytest
 
@@ -17,6 +16,7 @@ from adacheck_store.tools.fsck import fsck
 from adacheck_store.tools.gc import Ages, gc
 from tests.ranks.test_topology import checked, known_of
 from tests.ranks.worker import Launcher
+from tests.waits import until
 
 pytestmark = pytest.mark.fault
 
@@ -41,12 +41,11 @@ class Run:
     def leg(self, kind: str, ranks: int) -> int:
         """Restore what there is, train a few steps, die; the step restored."""
         attempt = self.launcher.start(
-            self.url, ranks=ranks, kind=kind, wholes=True, pause_s=0.05,
+            self.url, ranks=ranks, kind=kind, wholes=True, hold=self.last + 4,
             sizes={"width": WIDTH}, given=dict.fromkeys(range(ranks), SPARSE), env=self.env,
         )  # fmt: skip
         attempt.until(self.last + 4)
-        while attempt.alive() and self.proven() < self.last + 2:
-            time.sleep(0.05)
+        until(lambda: self.proven() == self.last + 4, "all drained")
         attempt.kill(ranks - 1)
         step = checked(attempt, self.known, ranks) if self.known else 0
         self.known |= known_of(attempt)
@@ -133,7 +132,9 @@ def forked(run: Run, legs) -> int:
     run.leg(*legs[0])
     for kind, ranks in legs[1:]:
         before = {manifest.term for manifest in run.far().manifests.values()}
+        last = run.last
         step = run.leg(kind, ranks)
+        assert step == last, "the far tier had it"
         far = run.far()
         (term,) = {manifest.term for manifest in far.manifests.values()} - before
         assert not [place for place in far.bases if place[0] == term], "a state was uploaded"
@@ -144,7 +145,7 @@ def forked(run: Run, legs) -> int:
         assert all(ref.step == step for ref in derived)
         run.collect()
         assert run.is_clean()
-        assert run.proven() >= step + 2
+        assert run.proven() == run.last
     return run.proven()
 
 
