@@ -8,22 +8,29 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from typing import Any
 
 from adacheck_store.format.derived import derived_head
 from adacheck_store.format.errors import AdaCheckError
-from adacheck_store.format.head import Head, SealedHead
+from adacheck_store.format.head import ArrayInfo, Head, SealedHead
 from adacheck_store.format.keys import base_key, parse_key
 from adacheck_store.format.layout import Layout
 from adacheck_store.format.record import Record
 from adacheck_store.tiers.base import RecordSource
 
+from .ahead import Ahead
 from .boundary import Link
+from .catalog import Catalog, RecordRef
 from .config import writer_info
 from .derived import FORKS_MAX
-from .drain import copy_records, in_batches
+from .drain import copy_records
+from .fetch import Fetcher
 from .group import Group, lead, share
+from .plan_json import decode_plan, encode_plan
+from .proof import Segment
 from .recovery import Prover, RestorePlan, tolerant_line
 from .restore import Restored
 from .retention import tier_catalog
@@ -31,11 +38,48 @@ from .store import Store
 
 log = logging.getLogger(__name__)
 
-BATCH = 16
-"""Records in a put."""
-
 DRAIN_S = 60.0
-"""How long a start waits for what earlier terms have left: about what their writers were behind."""
+"""How long a start waits for what earlier terms have left: about what their writers were behind.
+As long, at most, for what is read back."""
+
+WAIT_S = 900.0
+"""How long ranks wait for each other meanwhile: one may be at a record when the time is up."""
+
+
+Place = tuple[str, str, int]
+"""Term, part and step of a base."""
+
+
+def stood_in(catalog: Catalog, line: Sequence[Segment]) -> set[Place]:
+    """Where derived bases of a line give what the captured ones would, by what heads say.
+
+    ``catalog`` is of one tier alone.
+    """
+    prover = Prover(catalog, line)
+    return {
+        (segment.term, part, segment.first)
+        for segment in prover.line for part, proofs in prover.parts.items()
+        if any(
+            proof.base is not None and proof.origin is not None and not prover.flaw(proof)
+            for proof in proofs.get(segment.term, {}).get(segment.first, {}).values()
+        )
+    }  # fmt: skip
+
+
+def _encoded(plan: RestorePlan | None) -> Any:
+    return None if plan is None else encode_plan(plan)
+
+
+def _decoded(value: Any) -> RestorePlan | None:
+    return None if value is None else decode_plan(value)
+
+
+def _blocks(fetcher: Fetcher, plan: RestorePlan) -> Iterator[tuple[RecordRef, ArrayInfo, int]]:
+    """Every block of all that a plan reads; raises `BlocksLostError`."""
+    for ref in plan.records:
+        for info in fetcher.head(ref).head.arrays:
+            for index in range(len(info.digests)):
+                yield ref, info, index
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +109,11 @@ class Beginning:
         base = self._base()
         if not any(share(self.group, "derived bases", lambda: base is not None)):
             return everything
-        drained = share(self.group, "what the parent left", self._drain)
-        if not all(drained) or not lead(self.group, "fork state", self._is_proven):
+        drained = share(self.group, "what the parent left", self._drain, timeout_s=WAIT_S)
+        if not all(drained):
+            return everything
+        plan = lead(self.group, "fork state", self._proven, encode=_encoded, decode=_decoded)
+        if plan is None or not self._is_read(plan):
             return everything
         done = {key for key in self.inherited if self._before(key)}
         if base is not None and self._put(base):
@@ -83,8 +130,8 @@ class Beginning:
             return None
         heads = [source.record.sealed.head for source in self.first]
         base = next((head for head in heads if head.kind == "base"), None)
-        right = base is not None and base.body["class"] == "exact" and began.gives(base.arrays)
-        return base if right else None
+        right = base is not None and base.body["class"] == "exact" and base.body["gap"] is None
+        return base if right and base is not None and began.gives(base.arrays) else None
 
     def _before(self, text: str) -> bool:
         key = parse_key(text)
@@ -94,19 +141,20 @@ class Beginning:
         """Drain what earlier terms have left; False if anything of it cannot be, or not soon."""
         far, end = self.store.far, time.monotonic() + DRAIN_S
         try:
-            for batch in in_batches(filter(self._before, self.inherited), BATCH):
+            for key in sorted(filter(self._before, self.inherited)):
                 if time.monotonic() > end:
                     log.warning("what an earlier term left is drained while training goes on")
                     return False
-                copy_records(self.store.uppers, far, batch)
+                copy_records(self.store.uppers, far, [key])
             far.sync()
         except AdaCheckError as error:
             log.warning("what an earlier term left is not drained yet: %s", error)
             return False
         return True
 
-    def _is_proven(self) -> bool:
-        """Whether the far tier alone gives the fork step, under the tips of the manifest."""
+    def _proven(self) -> RestorePlan | None:
+        """How the far tier alone gives the fork step, under the tips of the manifest, if it does:
+        by what its heads say."""
         before, run = self.restored.plan, self.link.run
         try:
             catalog = tier_catalog(self.store.far, run)
@@ -116,10 +164,46 @@ class Beginning:
             plan = str(error)
         if not isinstance(plan, RestorePlan):
             log.warning("the far tier gets whole bases: %s", plan)
-            return False
+            return None
         tips = {part.part: part.link for part in plan.parts}
         same = tips == {part.part: part.link for part in before.parts}
-        return same and plan.term == before.term and plan.forks < FORKS_MAX
+        right = same and plan.term == before.term and len(plan.levels) <= FORKS_MAX
+        return plan if right else None
+
+    def _is_read(self, plan: RestorePlan) -> bool:
+        """Whether all bytes of the fork step have come from the far tier; all ranks call it.
+
+        Where a nearer one gave any, they are read back now, by each rank as many, if that does
+        not take too long.
+        """
+        far = self.store.far.traits.name
+        alone = share(self.group, "what was read", lambda: set(self.restored.tiers) <= {far})
+        if all(alone):
+            return True
+        return all(share(self.group, "read back", lambda: self._read_back(plan), timeout_s=WAIT_S))
+
+    def _read_back(self, plan: RestorePlan) -> bool:
+        """Read this rank's share of a plan's blocks, verified; False if that fails, or is slow."""
+        fetcher, end = Fetcher([self.store.far]), time.monotonic() + DRAIN_S
+        mine = islice(_blocks(fetcher, plan), self.group.rank, None, self.group.size)
+
+        def read(ref: RecordRef, info: ArrayInfo, index: int) -> bool:
+            if time.monotonic() > end:
+                return False
+            fetcher.read(ref, info, index, 1)
+            return True
+
+        try:
+            with Ahead(fetcher.parallel) as reader:
+                while some := list(islice(mine, 4 * reader.threads)):
+                    begun = [reader.start(read, *block) for block in some]
+                    if not all(each.result() for each in begun):
+                        log.warning("the far tier gets whole bases: reading back takes too long")
+                        return False
+        except AdaCheckError as error:
+            log.warning("the far tier gets whole bases: %s", error)
+            return False
+        return True
 
     def _put(self, base: Head) -> bool:
         """Put the derived base into the far tier, synced; False if that cannot be done."""

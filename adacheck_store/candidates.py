@@ -211,8 +211,8 @@ def _held(catalog: Catalog) -> set[Pair]:
 
 
 def _after(plan: RestorePlan, last_match: int) -> set[Pair]:
-    """The deltas of the plan's chains after the last step that agreed: never empty."""
-    deltas = [ref for part in plan.parts for ref in part.deltas if ref.step > last_match]
+    """The deltas that a plan reads after the last step that agreed: never empty."""
+    deltas = [ref for ref in plan.records if ref.kind == "delta" and ref.step > last_match]
     if not deltas:
         raise ChainBrokenError("a fold differs, and no delta is left to leave out", run=plan.run)
     return {(tier, ref.key) for ref in deltas for tier in ref.tiers}

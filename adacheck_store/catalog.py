@@ -49,7 +49,8 @@ class RecordRef:
     since: int = -1
 
 
-_Table = Mapping[tuple[str, str], tuple[RecordRef, ...]]
+Table = Mapping[tuple[str, str], tuple[RecordRef, ...]]
+"""References by term, and part or rank."""
 
 
 class Gaps:
@@ -165,7 +166,7 @@ class Catalog:
         Without derived bases: these need other parts.
         """
 
-        def keep(table: _Table) -> _Table:
+        def keep(table: Table) -> Table:
             return {
                 place: tuple(ref for ref in refs if not set(tiers).isdisjoint(ref.tiers))
                 for place, refs in table.items() if place[1] == part
@@ -181,7 +182,7 @@ class Catalog:
         """The catalog less some (tier, key) pairs whose blocks did not verify."""
         gone = set(lost)
 
-        def keep(table: _Table) -> _Table:
+        def keep(table: Table) -> Table:
             result = {}
             for place, refs in table.items():
                 kept = []

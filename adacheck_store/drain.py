@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 
-from adacheck_store.format.derived import FEATURE
 from adacheck_store.format.errors import AdaCheckError
 from adacheck_store.format.head import SealedHead
 from adacheck_store.format.ids import BLOCK_BYTES
@@ -65,40 +62,29 @@ class TierSource:
 
 
 def missing_below(
-    uppers: Sequence[Tier], far: Tier, run: str, line: Mapping[str, Span]
-) -> list[str]:
+    uppers: Sequence[Tier], far: Tier, run: str, line: Mapping[str, Span],
+    stood_in: Container[tuple[str, str, int]] = (),
+) -> list[str]:  # fmt: skip
     """Keys of the line that some upper tier has and ``far`` has not.
 
     Layouts, manifests, bases, deltas and extras, of every term of the line up to its end: ``line``
-    maps terms to their first and last steps. A base is not missing where ``far`` has a derived one
-    in its place.
+    maps terms to their first and last steps. A base is not missing at a (term, part, step) that is
+    ``stood_in`` for.
     """
     have = set(far.list(f"{run}/"))
-    based = defaultdict[tuple[str, str, int], list[str]](list)
-    for text in have:
-        if (key := parse_key(text)).kind == "base":
-            based[key.term, key.part, key.step].append(text)
     keys: set[str] = set()
     for tier in uppers:
         for text in tier.list(f"{run}/"):
             key = parse_key(text)
             if text in have or key.kind == "log":
                 continue
-            if key.kind == "base" and _has_derived(far, based[key.term, key.part, key.step]):
+            if key.kind == "base" and (key.term, key.part, key.step) in stood_in:
                 continue
             first, last = line.get(key.term, (1, 0))
             on_line = first <= key.step and (last is None or key.step <= last)
             if key.kind == "layout" or on_line:
                 keys.add(text)
     return sorted(keys)
-
-
-def _has_derived(far: Tier, keys: Iterable[str]) -> bool:
-    for key in keys:
-        with suppress(AdaCheckError):  # of one that cannot be read nothing is known
-            if FEATURE in far.head(key).head.requires:
-                return True
-    return False
 
 
 def _source(uppers: Sequence[Tier], key: str) -> TierSource:

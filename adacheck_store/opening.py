@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from adacheck_store.format.derived import stood_for
 from adacheck_store.format.errors import AdaCheckError
 from adacheck_store.format.keys import (
     Term,
@@ -33,17 +35,20 @@ from adacheck_store.format.manifest import Manifest, PartEntry
 from adacheck_store.format.record import Record
 from adacheck_store.tiers.base import RecordSource, Tier
 
-from .beginning import Beginning
+from .beginning import Beginning, Place, stood_in
 from .boundary import Link
-from .catalog import Catalog, make_ref, read_catalog
+from .catalog import Catalog, RecordRef, make_ref, read_catalog
 from .config import Settings, writer_info
 from .drain import Span, missing_below
+from .fetch import Fetcher
 from .group import Group, lead, same, share, together
 from .policy import to_settings
 from .recovery import Prover, RestorePlan, tolerant_line
 from .restore import Restored
+from .retention import below
 from .store import Store
 from .tail import Tail
+from .terms import read_log
 
 MakeRecord = Callable[[Link], Record]
 
@@ -107,7 +112,7 @@ class Opening:
             lambda: self._keep([shape, document], link, step, anew=tail is None),
         )  # fmt: skip
         same(self.group, "manifest", {"the manifest": head.id})
-        stands, line = lead(self.group, "begin", lambda: self._begin(document))
+        stands, line, stand_ins = lead(self.group, "begin", lambda: self._begin(document))
         if not stands:
             first = together(
                 self.group, "fork state",
@@ -118,7 +123,9 @@ class Opening:
         assert tail is not None
         backlog = [source.key for source in first]
         if self.store.near is not self.store.far:
-            inherited = self._inherited_backlog({term: (low, high) for term, low, high in line})
+            inherited = self._inherited_backlog(
+                {term: (low, high) for term, low, high in line}, set(map(tuple, stand_ins))
+            )
             backlog += inherited
             if stands and self.drains and self.restored is not None:
                 backlog = Beginning(
@@ -167,9 +174,22 @@ class Opening:
         if restored is None or restored.certificate.exactness == "bounded":
             return None
         plan = next((part for part in restored.plan.parts if part.part == self.part), None)
-        if plan is None or plan.layout != layout_id or plan.origin is not None:
-            return None  # the next fold is to begin with bytes
-        return Tail(base=plan.base, deltas=list(plan.deltas))
+        if plan is None or plan.layout != layout_id:
+            return None
+        base = plan.base if plan.origin is None else self._own_base(plan.base)
+        return None if base is None else Tail(base=base, deltas=list(plan.deltas))
+
+    def _own_base(self, derived: RecordRef) -> RecordRef | None:
+        """The base with bytes for which a derived one stands, if it lies in this rank's near tier:
+        rank 0, which plans, may not see that."""
+        near, key = self.store.near, parse_key(derived.key)
+        with suppress(AdaCheckError):  # what cannot be read is captured anew
+            captured, _ = stood_for(Fetcher(self.store.tiers).head(derived).head)
+            for text in near.list(f"{self.run}/{key.term}/{key.part}/base/"):
+                sealed = near.head(text)
+                if sealed.head == captured:
+                    return make_ref(parse_key(text), sealed, (near.traits.name,))
+        return None
 
     def _keep(
         self, documents: list[RecordSource], link: Link, step: int, *, anew: bool
@@ -187,18 +207,23 @@ class Opening:
         """Make the term known to all (rank 0); whether the state it begins with is still there.
 
         A writer of the parent that took our claim for dead may have raised its floors meanwhile.
-        Gives the line as well: each term with its first and last step.
+        Gives the line as well, each term with its first and last step, and where derived bases
+        stand in for others in the far tier.
         """
         if self.store.near is not self.store.far:
             self.store.far.put([document])
             self.store.far.sync()
         if self.restored is None:
-            return [True, []]
+            return [True, [], []]
         catalog = read_catalog(self.store.tiers, self.run)
         before = tolerant_line(catalog, self.restored.plan.term)
         plan = Prover(catalog, before).prove(self.restored.step)
-        line = [[item.term, item.first, item.last] for item in tolerant_line(catalog)]
-        return [isinstance(plan, RestorePlan), line]
+        line = tolerant_line(catalog)
+        stand_ins = set[Place]()
+        if catalog.derived:
+            stand_ins = stood_in(read_catalog([self.store.far], self.run), line)
+        spans = [[item.term, item.first, item.last] for item in line]
+        return [isinstance(plan, RestorePlan), spans, [list(place) for place in sorted(stand_ins)]]
 
     def _tail(self, first: list[RecordSource]) -> Tail:
         tail = Tail()
@@ -208,18 +233,20 @@ class Opening:
                 tail.add(make_ref(parse_key(source.key), sealed, (self.store.near.traits.name,)))
         return tail
 
-    def _inherited_backlog(self, line: Mapping[str, Span]) -> list[str]:
-        """Records on the line up to the fork that the far tier has not received: those of this
-        rank's number, and of numbers that are nobody's now, to each rank as many."""
+    def _inherited_backlog(self, line: Mapping[str, Span], stand_ins: set[Place]) -> list[str]:
+        """Records on the line up to the fork that the far tier has not received, and would not
+        delete again: those of this rank's number, and of numbers that are nobody's now, to each
+        rank as many."""
         if not line:
             return []
-        missing = missing_below(self.store.uppers, self.store.far, self.run, line)
-        shared = ("layout", "manifest")
-        return [
-            text for text in missing
+        far, shared = self.store.far, ("layout", "manifest")
+        missing = [
+            text for text in missing_below(self.store.uppers, far, self.run, line, stand_ins)
             for key in [parse_key(text)]
             if key.kind in shared or int(key.part[1:]) % self.group.size == self.group.rank
         ]  # fmt: skip
+        gone = set(below(missing, read_log(far, self.run))) if missing else set[str]()
+        return [text for text in missing if text not in gone]
 
 
 def without_unbegun(catalog: Catalog, far: Tier) -> Catalog:

@@ -58,7 +58,10 @@ def decode_plan(value: Any) -> RestorePlan:
             made.append(_decode(item, made))
         return _decode(value, made)
     except (ValueError, TypeError, AttributeError, IndexError) as error:
-        raise GroupError(f"rank 0 sent no restore plan: {error}"[:400]) from error
+        raise GroupError(
+            f"rank 0 sent no restore plan: {error}"[:400],
+            hint="start all ranks with the same version of adacheck-store",
+        ) from error
 
 
 def _decode(value: Any, made: Sequence[RestorePlan]) -> RestorePlan:

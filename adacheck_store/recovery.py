@@ -60,15 +60,19 @@ class RestorePlan:
     passed_over: str = ""
 
     @property
-    def forks(self) -> int:
-        """How many forks deep a restore reads: 0 where every part has a base with bytes."""
-        level: list[RestorePlan] = [self]
-        deep = -1
-        while level:
-            deep += 1
-            below = {id(p.origin): p.origin for plan in level for p in plan.parts if p.origin}
-            level = list(below.values())
-        return deep
+    def levels(self) -> list[list[RestorePlan]]:
+        """This plan, those of the forks whose bytes it needs, those that these need, and so on."""
+        found: list[list[RestorePlan]] = [[self]]
+        while found[-1]:
+            below = {id(p.origin): p.origin for plan in found[-1] for p in plan.parts if p.origin}
+            found.append(list(below.values()))
+        return found[:-1]
+
+    @property
+    def records(self) -> list[RecordRef]:
+        """All bases and deltas that are read."""
+        parts = [part for level in self.levels for plan in level for part in plan.parts]
+        return [ref for part in parts for ref in (part.base, *part.deltas)]
 
 
 def line_of(catalog: Catalog, term: str = "") -> tuple[Segment, ...]:
@@ -236,12 +240,12 @@ class Prover:
             return "has two records of different ids for this step"
         why = ""
         for proof in sorted(proofs.values(), key=lambda p: (p.length, p.link)):
-            why = self._flaw(proof, layout)
+            why = self.flaw(proof, layout)
             if not why:
                 return proof
         return why
 
-    def _flaw(self, proof: Proof, layout: str = "") -> str:
+    def flaw(self, proof: Proof, layout: str = "") -> str:
         """Why what is proven cannot be read; empty if it can."""
         last = proof.base if proof.delta is None else proof.delta
         if last is None or last.manifest not in self.catalog.manifests:
@@ -261,14 +265,14 @@ class Prover:
             return known[1]
         found: RestorePlan | str
         for part, proof in origin.proofs.items():
-            if why := self._flaw(proof):
+            if why := self.flaw(proof):
                 found = f"begins with term {parent.term}'s step {origin.step}: part {part} {why}"
                 break
         else:
             identity, manifest = parent.revision(origin.step)
             found = RestorePlan(
                 run=self.catalog.run, term=parent.term, step=origin.step, manifest=manifest,
-                manifest_id=identity, parts=self._part_plans(origin.proofs), extras={},
+                manifest_id=identity, parts=self.part_plans(origin.proofs), extras={},
                 newest=origin.step,
             )  # fmt: skip
         self._origins[parent.term] = (origin, found)
@@ -298,11 +302,11 @@ class Prover:
         identity, manifest = segment.revision(step)
         return RestorePlan(
             run=self.catalog.run, term=segment.term, step=step, manifest=manifest,
-            manifest_id=identity, parts=self._part_plans(proofs), extras=extras, newest=step,
+            manifest_id=identity, parts=self.part_plans(proofs), extras=extras, newest=step,
         )  # fmt: skip
 
-    def _part_plans(self, proofs: Mapping[str, Proof]) -> tuple[PartPlan, ...]:
-        """What to fold for each part; of all that `_flaw` has found nothing wrong with."""
+    def part_plans(self, proofs: Mapping[str, Proof]) -> tuple[PartPlan, ...]:
+        """What to fold for each part; of all that `flaw` has found nothing wrong with."""
         plans = []
         for part, proof in proofs.items():
             base, deltas = proof.records()

@@ -70,7 +70,7 @@ def standing(catalog: Catalog) -> tuple[tuple[str, ...], list[RestorePlan]]:
     found: list[RestorePlan] = []
     for step in _base_steps(catalog, {segment.term for segment in line}):
         plan = prover.prove(step)
-        if isinstance(plan, RestorePlan) and not plan.forks:
+        if isinstance(plan, RestorePlan) and len(plan.levels) == 1:
             if all(not part.deltas for part in plan.parts):
                 found.append(plan)
     return tuple(segment.term for segment in line), found

@@ -47,7 +47,7 @@ class Tagged:
 
     def begin(self, catalog: Catalog) -> None:
         """Another attempt, with this catalog of the tier."""
-        tables = (catalog.bases, catalog.deltas, catalog.extras)
+        tables = (catalog.bases, catalog.deltas, catalog.extras, catalog.derived)
         keys = {(r.key, r.id) for table in tables for refs in table.values() for r in refs}
         self._found = {place: spot for place, spot in self._found.items() if place in keys}
         self._fresh.clear()
@@ -96,11 +96,10 @@ class Tagged:
                 plan = Prover(sound, tolerant_line(sound, tag.term)).prove(tag.step)
                 if not isinstance(plan, RestorePlan):
                     break
-                refs = [ref for part in plan.parts for ref in (part.base, *part.deltas)]
-                broken = {(name, ref.key) for ref in refs if not self.whole(tier, ref)}
+                broken = {(name, ref.key) for ref in plan.records if not self.whole(tier, ref)}
                 if not broken:
-                    if any(part.deltas for part in plan.parts):
-                        step = min(part.base.step for part in plan.parts)
+                    if any(part.deltas or part.origin for part in plan.parts):
+                        step = min(ref.step for ref in plan.records if ref.kind == "base")
                         found.append(Hold(step, _why(catalog.run, name, tag.name, tag.step, step)))
                     break
                 lost |= broken

@@ -6,23 +6,32 @@ import dataclasses
 
 from .catalog import RecordRef
 from .drift import Drift
-from .recovery import PartPlan
+from .recovery import PartPlan, RestorePlan
 
 
 @dataclasses.dataclass(slots=True)
 class Tail:
-    """The newest base of a part and what follows it, in memory: what the next fold takes."""
+    """The newest base of a part and what follows it, in memory: what the next fold takes.
+
+    ``origin`` is what a derived base gets its bytes from.
+    """
 
     base: RecordRef | None = None
     deltas: list[RecordRef] = dataclasses.field(default_factory=list)
+    origin: RestorePlan | None = None
 
     def add(self, ref: RecordRef) -> None:
         """Take note of a stored base or delta."""
         if ref.kind == "delta":
             self.deltas.append(ref)
         elif ref.kind == "base" and (self.base is None or ref.step >= self.base.step):
-            self.base = ref
+            self.base, self.origin = ref, None
             self.deltas = [delta for delta in self.deltas if delta.step > ref.step]
+
+    def begin_anew(self, plan: PartPlan) -> None:
+        """Fold what a plan has from now on, and then what follows it here."""
+        self.base, self.origin = plan.base, plan.origin
+        self.deltas = [*plan.deltas, *(ref for ref in self.deltas if ref.step > plan.step)]
 
     def plan(self, part: str, step: int) -> PartPlan | None:
         """The fold that gives ``step``, if the tail reaches it without a gap."""
@@ -30,8 +39,9 @@ class Tail:
         if self.base is None or self.base.step + len(deltas) != step or not deltas:
             return None
         return PartPlan(
-            part=part, layout=self.base.layout, base=self.base, deltas=deltas, link=deltas[-1].id
-        )
+            part=part, layout=self.base.layout, base=self.base, deltas=deltas, link=deltas[-1].id,
+            origin=self.origin,
+        )  # fmt: skip
 
 
 @dataclasses.dataclass(slots=True)

@@ -139,16 +139,20 @@ def put_floor(
 ) -> Floor | None:  # fmt: skip
     """Write a floor for a tier into that tier's log, synced; older floors it covers go.
 
-    None if the log has a newer claim (but those to ``ignore``): its owner may be restoring from
-    what lies below; if it has a tag for a step that the floor covers; and if it has a floor after
-    the entry ``logged``, by which this one was chosen: it may keep steps that this one would not.
+    None if the log has a newer claim (but those to ``ignore``, while they have no manifest): its
+    owner may be restoring from what lies below, or have begun a term that stands on it; if it has
+    a tag for a step that the floor covers; and if it has a floor after the entry ``logged``, by
+    which this one was chosen: it may keep steps that this one would not.
     Raises `TierDamagedError` for a log with an entry that cannot be read, which may keep any step.
     """
     name = tier.traits.name
     dead = set(ignore)
 
+    def revived() -> bool:
+        return any(any(tier.list(f"{run}/{claim}/manifest/")) for claim in dead)
+
     def make(index: int, seen: _Log) -> Floor | None:
-        if {claim.term for claim in _newer(seen.entries, Term.parse(term))} - dead:
+        if {claim.term for claim in _newer(seen.entries, Term.parse(term))} - dead or revived():
             return None
         floor = Floor(run=run, term=term, index=index, tier=name, terms=terms, step=step, kept=kept)
         if seen.damaged:
@@ -169,6 +173,9 @@ def put_floor(
     if floor is None:
         return None
     assert isinstance(floor, Floor)
+    if revived():  # it has begun meanwhile, and may not have seen this floor
+        tier.delete([str(log_key(run, floor.index))])
+        return None
     covered = [
         str(log_key(run, old.index))
         for old in read_log(tier, run)

@@ -31,9 +31,8 @@ from .drift import CapturedBases
 from .duty import Duty
 from .fetch import BlocksLostError, Fetcher
 from .group import Group
-from .proof import prove_part
 from .pruner import Pruner
-from .recovery import PartPlan, tolerant_line
+from .recovery import PartPlan, Prover, tolerant_line
 from .store import Store
 from .tail import Progress, Tail
 from .terms import check_fence
@@ -66,6 +65,7 @@ class Upkeep:
         self._ask_for_base = ask_for_base
         self._undrained: list[Key] = [parse_key(text) for text in backlog]
         self._oldest = time.monotonic()
+        self._lost: set[tuple[str, str]] = set()
         self._far_bases: set[int] = set()
         self._farthest = -1
         self._captured = CapturedBases(settings.max_drift)
@@ -230,7 +230,7 @@ class Upkeep:
             near.put([source])
             near.sync()
         except ReplayMismatchError as error:
-            self._distrust(str(error), error.last_match + 1)
+            self._distrust(str(error), max(plan.base.step, error.last_match + 1))
             raise
         except NotProvableError as error:
             self._distrust(str(error), plan.base.since + BOUNDED_STEPS + 1)
@@ -239,13 +239,15 @@ class Upkeep:
             if self._tail.base is not plan.base or self._based_anew(plan, error):
                 return  # a newer base came, and what was being folded may have been pruned
             fetcher.raise_unread(str(error.place["key"]))
-            self._distrust(str(error), int(error.place.get("step", plan.base.step)))
+            at = int(error.place.get("step", plan.base.step))  # of a fork's parent it may be
+            self._distrust(str(error), max(plan.base.step, at))
             raise
         key = parse_key(source.key)
         ref = make_ref(key, near.head(source.key), (near.traits.name,))
         with self._changed:
             if self._tail.base is plan.base:
                 self._tail.add(ref)
+                self._lost.clear()
                 self._progress.base, self._progress.exactness = step, ref.exactness
             self._undrained.append(key)
             self._progress.compactions += 1
@@ -254,9 +256,10 @@ class Upkeep:
             self._changed.notify_all()
 
     def _based_anew(self, plan: PartPlan, error: BlocksLostError) -> bool:
-        """Whether a later base than the plan's gives the newest step; it is folded from that then.
+        """Whether another base than the plan's gives the newest step; it is folded from that then.
 
-        Others may have written one, and a floor may have passed what this fold began with. Raises
+        Others may have written a later one, and a floor may have passed what this fold began with.
+        And where a term began on another topology, its parent gives what it began with. Raises
         the trouble of a tier, or of a record, that could not be read: it may be whole.
         """
         with self._changed:
@@ -264,14 +267,20 @@ class Upkeep:
         catalog = read_catalog(self._store.tiers, self._run_name)
         catalog.raise_unread()
         line = tolerant_line(catalog, str(self._term))
-        proofs = prove_part(catalog.without(error.lost), line, self._part)[str(self._term)]
+        lost = self._lost | set(error.lost)
+        prover = Prover(catalog.without(lost), line)
+        proofs = prover.parts[self._part].get(str(self._term), {})
         proof = proofs.get(newest.step, {}).get(newest.id)
-        base = plan.base if proof is None else proof.root()
-        if base.step <= plan.base.step or base.exactness not in ("exact", plan.base.exactness):
+        if proof is None or prover.flaw(proof):
+            return False
+        (found,) = prover.part_plans({self._part: proof})
+        another = found.base.step > plan.base.step or found.origin is not None
+        if not another or found.base.exactness not in ("exact", plan.base.exactness):
             return False
         with self._changed:
             if self._tail.base is plan.base:
-                self._tail.add(base)
+                self._lost = lost
+                self._tail.begin_anew(found)
         return True
 
     def _anywhere(self, plan: PartPlan) -> PartPlan:

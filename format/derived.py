@@ -43,6 +43,8 @@ def stood_for(head: Head) -> tuple[Head, int]:
             raise ValueError(f"a base of origin {ORIGIN} requires {FEATURE!r} and has no arrays")
         if head.parent != head.manifest or head.body.get("class") != "exact":
             raise ValueError("a derived base is exact, and hangs on its manifest revision")
+        if head.body.get("gap") is not None:
+            raise ValueError("a derived base closes no gap")
         body = {key: value for key, value in head.body.items() if key not in ("arrays", "ranks")}
         whole = replace(
             head, requires=(), arrays=tuple(map(_array, strict.items(found["arrays"]))),

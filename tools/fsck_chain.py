@@ -105,7 +105,8 @@ def _check_base(
     deltas = {delta.id for delta in spine.deltas.get(ref.step, [])}
     after = {delta.parent for delta in spine.deltas.get(ref.step + 1, [])}
     if ref.parent in starts:
-        if ref.origin != "captured" and spine.place not in spine.catalog.derived:
+        stood_in = ref.step == spine.first and spine.place in spine.catalog.derived
+        if ref.origin != "captured" and not stood_in:
             yield _of(ref, "unbased-start", "a new start, and its base is not captured")
         if ref.step != spine.first and ref.gap is None:
             yield _of(ref, "unexplained-start", "a new start within a term without a gap")

@@ -10,15 +10,17 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from adacheck_store.catalog import Catalog, RecordRef, read_catalog
+from adacheck_store.beginning import Place, stood_in
+from adacheck_store.catalog import Catalog, RecordRef, Table, read_catalog
 from adacheck_store.drain import TierSource, in_batches
 from adacheck_store.fetch import FetchedSource, Fetcher
 from adacheck_store.format.errors import AdaCheckError, FormatError, RecordNotFoundError
 from adacheck_store.format.head import check_key
 from adacheck_store.format.keys import Key, layout_key, manifest_key, parse_key
 from adacheck_store.format.record import verify_block
+from adacheck_store.recovery import tolerant_line
 from adacheck_store.store import Store
 from adacheck_store.tiers.base import Source, Tier
 from adacheck_store.tiers.lmdb import LmdbTier
@@ -321,7 +323,7 @@ def _missing(survey: _Survey, tier: Tier) -> list[str]:
         for table in (survey.sound.deltas, survey.sound.extras):
             for (term, _), refs in table.items():
                 found |= _holes(survey, name, term, refs)
-        found |= _bases(survey, name, found)
+        found |= _bases(survey, name, found, _stood_in(survey, tier, found))
     return sorted(found - have)
 
 
@@ -331,7 +333,30 @@ def _holes(survey: _Survey, tier: str, term: str, refs: Iterable[RecordRef]) -> 
     return {ref.key for ref in refs if tier not in ref.tiers and floor <= ref.step < newest}
 
 
-def _bases(survey: _Survey, tier: str, filled: set[str]) -> set[str]:
+def _stood_in(survey: _Survey, tier: Tier, filled: set[str]) -> set[Place]:
+    """Where derived bases of a tier give their bytes, once all is there that can be rebuilt."""
+    sound, name = survey.sound, tier.traits.name
+
+    def rebuilt(table: Table) -> dict[tuple[str, str], tuple[RecordRef, ...]]:
+        return {
+            place: tuple(
+                replace(ref, tiers=(name,)) for ref in refs
+                if ref.key in filled or any(name in held.tiers for held in survey.refs[ref.key])
+            )
+            for place, refs in table.items()
+        }  # fmt: skip
+
+    if not sound.derived:
+        return set()
+    alone = replace(
+        sound, bases=rebuilt(sound.bases), deltas=rebuilt(sound.deltas), extras={},
+        derived=rebuilt(sound.derived),
+    )  # fmt: skip
+    terms = {term for term, _ in alone.derived}
+    return {place for term in terms for place in stood_in(alone, tolerant_line(alone, term))}
+
+
+def _bases(survey: _Survey, tier: str, filled: set[str], stand_ins: set[Place]) -> set[str]:
     """Bases on which a delta of the tier hangs that can hang on nothing else there."""
     found: set[str] = set()
     for (term, part), bases in survey.sound.bases.items():
@@ -341,10 +366,10 @@ def _bases(survey: _Survey, tier: str, filled: set[str]) -> set[str]:
         for base in bases:
             after = here.get(base.step + 1)
             chained = base.step in here and base.step != floor
-            others = (*bases, *survey.sound.derived.get((term, part), ()))
-            twins = [b for b in others if (b.step, b.parent) == (base.step, base.parent)]
+            twins = [b for b in bases if (b.step, b.parent) == (base.step, base.parent)]
             hangs = after is not None and after.parent == base.parent
-            if hangs and not chained and base.step >= floor:
+            given = (term, part, base.step) in stand_ins
+            if hangs and not chained and base.step >= floor and not given:
                 if not any(tier in twin.tiers or twin.key in found for twin in twins):
                     found.add(base.key)
     return found

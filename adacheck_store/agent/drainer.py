@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from adacheck_store.catalog import RecordRef
 from adacheck_store.drain import copy_records, in_batches
+from adacheck_store.format.derived import ORIGIN
 from adacheck_store.format.errors import FormatError, RecordNotFoundError, TierFullError
 from adacheck_store.format.keys import parse_key
 
@@ -72,7 +73,8 @@ class Drainer:
             if parsed.part in chains and parsed.kind in ("base", "delta", "extra"):
                 with suppress(RecordNotFoundError, FormatError):
                     found.append(self._shell.ref_of(target, key))
-        return tuple(found)
+        # A derived base has no bytes: what it needs of other parts is not looked at here.
+        return tuple(ref for ref in found if ref.origin != ORIGIN)
 
     def _failed(self, command: ev.Drain | ev.Survey, error: Exception) -> None:
         if isinstance(command, ev.Survey):

@@ -45,15 +45,18 @@ SPARSE = Settings(base_every=1000, object_lag=100, grace_s=0.0)
 
 
 def go_on(
-    far: Any, cut: Any, ranks: int, *, nears: Any = None, steps: int = 2, edit: float = 0.0
+    far: Any, cut: Any, ranks: int, *, nears: Any = None, steps: int = 2, edit: float = 0.0,
+    others: Any = (), settings: Settings = SPARSE,
 ) -> list[ShardToy]:  # fmt: skip
-    """A term of so many ranks, which have nothing but the far tier (and ``nears``)."""
+    """A term of so many ranks, which have nothing but the far tier (and ``nears``, each its own,
+    and all of them ``others``)."""
     toys = [ShardToy(cut, rank, ranks, seed=rank) for rank in range(ranks)]
     nears = nears or [KeptTier(f"new{rank}") for rank in range(ranks)]
 
     def live(group: Any) -> None:
         toy = toys[group.rank]
-        session = RunSession(Store("memory://x", nears[group.rank], far), "run", SPARSE, group)
+        store = Store("memory://x", nears[group.rank], far, tuple(others))
+        session = RunSession(store, "run", settings, group)
         restored = session.restore(layout=toy.layout)
         assert restored is not None
         (state,) = restored.parts.values()
@@ -115,9 +118,9 @@ def test_forks_of_forks():
         catalog = read_catalog([far], "run")
         plan = Prover(catalog, tolerant_line(catalog)).prove(toys[0].step)
         assert isinstance(plan, RestorePlan)
-        assert plan.forks == number
+        assert len(plan.levels) == number + 1
         told = decode_plan(encode_plan(plan))
-        assert (told.parts, told.forks) == (plan.parts, number)
+        assert (told.parts, len(told.levels)) == (plan.parts, number + 1)
         assert len({id(part.origin) for part in told.parts}) == 1
         assert_back(far, toys, cut, ranks)
         assert_back(far, toys, rows, 2)
@@ -211,7 +214,7 @@ def test_a_floor_stands_on_bytes():
     catalog = read_catalog([far], "run")
     plan = Prover(catalog, tolerant_line(catalog)).prove(STEPS)
     assert isinstance(plan, RestorePlan)
-    assert plan.forks == 1
+    assert len(plan.levels) == 2
     assert not any(part.deltas for part in plan.parts)
     assert standing(catalog)[1] == []
     assert plan_floor(far, "run", 1, cap=None) is None
@@ -225,7 +228,10 @@ def test_a_captured_base_that_a_reference_stands_for_is_not_missing():
     bases = [key for key in nears[0].list("run/") if parse_key(key).kind == "base"]
     assert len(bases) == 1
     line = {parse_key(bases[0]).term: (0, None)}
-    assert missing_below(nears, far, "run", line) == []
+    catalog = read_catalog([far], "run")
+    stand_ins = beginning.stood_in(catalog, tolerant_line(catalog))
+    assert missing_below(nears, far, "run", line, stand_ins) == []
+    assert missing_below(nears, far, "run", line) == bases
 
 
 def test_the_near_tier_folds_on():
@@ -253,7 +259,10 @@ def test_a_derived_base_says_what_it_stands_for():
     captured, ranks = stood_for(head)
     assert (ranks, captured.requires, decode_base(captured).origin) == (1, (), "captured")
     assert derived_head(captured, 1) == head
-    for field, value in (("arrays", []), ("ranks", 0), ("class", "bounded"), ("origin", "base")):
+    gap = {"reason": "none", "from": STEPS}
+    for field, value in (
+        ("arrays", []), ("ranks", 0), ("class", "bounded"), ("origin", "base"), ("gap", gap),
+    ):  # fmt: skip
         changed = {**head.body, field: value}
         with pytest.raises(MalformedError):
             stood_for(type(head)(**{
