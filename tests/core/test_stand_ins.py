@@ -96,23 +96,24 @@ def test_a_base_that_rots_in_the_near_tier_is_folded_from_the_parent():
 
 
 def test_where_the_parent_is_lost_too_nothing_before_the_fork_is_disowned():
-    """What the fold meets last is a record of the parent; the gap begins with the term."""
+    """What the fold meets last is a base of the parent; the gap begins with the term."""
     far, _, _ = written(rows, 2)
-    parent = newest(read_catalog([far], "run"))
+    blind = BlindTier(far, "nothing")
 
     class Rotting(BlindTier):
         def read(self, key: str, *more: Any) -> bytes | memoryview:
             if self._lost in key:
-                far.delete(held(far, "delta", parent, STEPS))
+                blind._lost = "/base/00000000000"
             return super().read(key, *more)
 
     near = KeptTier("new0")
+    nears = [Rotting(near, f"/base/{STEPS:012d}")]
     often = Settings(base_every=4, object_lag=100, grace_s=0.0, keep_bases=100)
-    go_on(far, whole, 1, nears=[Rotting(near, f"/base/{STEPS:012d}")], steps=40, settings=often)
+    go_on(blind, whole, 1, nears=nears, steps=40, settings=often)
     catalog = read_catalog([near], "run")
     gaps = [ref.gap for refs in catalog.bases.values() for ref in refs if ref.gap is not None]
     assert [gap["from"] for gap in gaps] == [STEPS]
-    restored = restore_state([far], "run", step=2)
+    restored = restore_state([far], "run", step=STEPS)
     assert restored.certificate.exactness == "exact"
 
 
