@@ -7,7 +7,7 @@ symbolically, and what comes out is compared with what the trainer had.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from adacheck_store.catalog import Catalog, RecordRef
@@ -63,7 +63,17 @@ class Truth:
         found = self._acked[term, step]
         found[rank] = frozenset(holders)
         if len(found) == self.ranks:
-            self.promises.append(Promise(term, step, dict(found)))
+            self.promises.append(Promise(term, step, found))
+
+    def reseated(self, term: str, number: int, nodes: Sequence[str], agreed: int) -> None:
+        """A chain has k+1 holders, and all chains' have had a step ``agreed``.
+
+        Whoever held an older one and lost its seat to them answers for that no more, nor does it
+        where a later term seats it again: what it then lacks is on its way to it.
+        """
+        for (of, step), found in self._acked.items():
+            if of <= term and step < agreed and number in found:
+                found[number] = frozenset(life for life in found[number] if life[0] in nodes)
 
     def check_drained(self, catalog: Catalog, why: str) -> None:
         """Of the line, what all ranks were told is drained comes back, whatever else is there."""

@@ -142,6 +142,16 @@ class Agent:
             _CARRY_OUT[type(command)](self, command)
         if self.core.budget.used > self.total:
             raise Violation(f"{self.boot} uses {self.core.budget.used} of {self.total} bytes")
+        if isinstance(event, ev.Tick):
+            self._tell_seats()
+
+    def _tell_seats(self) -> None:
+        view = self.core.view
+        for chain, seat in view.seats.items():
+            full = view.opened is not None and len(seat.holders) > view.opened.k
+            if seat.version and full and view.agreed > 0 and chain.startswith("p"):
+                number = int(chain[1:])
+                self.world.truth.reseated(view.term, number, seat.holders, view.agreed)
 
     def later(self, delay: float, event: ev.Event) -> None:
         """Tell an event after a while, if the process still lives."""
