@@ -116,7 +116,8 @@ class Pruner:
             progress.near_floor = floor
         else:
             progress.far_floor = floor
-            if floor > current or self._tagged.bears > current:
+            higher = floor > current or self._tagged.bears > current
+            if higher and tier is not self._store.near:
                 with self._changed:  # it may have been tried under the lower one meanwhile
                     self.want_near()
         if doomed:

@@ -10,8 +10,11 @@ import pytest
 from adacheck_store.config import Settings
 from adacheck_store.format.keys import parse_key
 from adacheck_store.session import RunSession
+from adacheck_store.terms import put_tag
+from adacheck_store.tiers.memory import MemoryTier
 from adacheck_store.upkeep import Upkeep
-from tests.core.kit import Journal, begin, make_toy, train
+from tests.core.kit import Journal, KeptTier, begin, make_toy, session_on, train
+from tests.waits import until
 
 LAST = 20
 SETTINGS = Settings(base_every=16, object_lag=64, grace_s=0.0)
@@ -46,3 +49,26 @@ def test_a_base_drained_after_later_deltas_takes_nothing_back(
     status = session.status()
     session.close()
     assert (status.compactions, status.drained) == (1, LAST)
+
+
+@pytest.mark.parametrize("tiers", [1, 2])
+def test_pruning_rests_though_a_tag_holds_the_floor(tiers: int) -> None:
+    """Where one tier is near and far the floor that it could bear is no reason to try again."""
+    far = KeptTier("far")
+    near: MemoryTier = KeptTier("near") if tiers == 2 else far
+    settings = Settings(base_every=4, object_lag=2, keep_bases=3, grace_s=0.0)
+    session = session_on(near, far, settings)
+    toy, journal = make_toy(), Journal()
+    begin(session, toy, journal)
+    train(session, toy, journal, 9)
+    session.flush(60)
+    put_tag(far, "run", term=session.status().term, name="good", step=4)
+    (based,) = [key for key in far.list("run/") if "/base/" in key and parse_key(key).step == 4]
+    far.delete([based])
+    train(session, toy, journal, 8)
+    session.flush(60)
+    upkeep = session._upkeep
+    assert upkeep is not None
+    until(lambda: "tag good" in upkeep.notice and upkeep.resting, "pruning rests", 20)
+    assert upkeep.progress.far_floor < 4
+    session.close()
