@@ -22,16 +22,21 @@ DOCUMENT = "zarr.json"
 
 _UNSIGNED = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64"}
 _MAX_BLOCKS = CHUNK_BYTES_MAX // BLOCK_BYTES
+_PADDINGS = 32
+"""Padding of at most one of so many parts of an array is little, whatever other chunks need."""
 
 
 def chunk_bytes(nbytes: int) -> int:
     """Length of the chunks of an array of known size: whole blocks, with little padding.
 
-    An array that fits one chunk is one chunk of exactly its size.
+    An array that fits one chunk is one chunk of exactly its size. A long one has the longest: their
+    ends are those of the runs that are read.
     """
     if nbytes <= CHUNK_BYTES_MAX:
         return nbytes
     blocks = block_count(nbytes)
+    if -blocks % _MAX_BLOCKS * _PADDINGS <= blocks:
+        return CHUNK_BYTES_MAX
     sizes = range(_MAX_BLOCKS // 2, _MAX_BLOCKS + 1)
     return min(sizes, key=lambda size: (-blocks % size, -size)) * BLOCK_BYTES
 

@@ -25,6 +25,9 @@ from .zarr_meta import (
 )
 from .zarr_packs import DATA, MAX_RECORDS, Pack, PackShelf, pack_document, place_of
 
+_GAPS = 16
+"""A gap before a record of a pack is at most one of so many parts of it."""
+
 _RANKS = {"layout": 0, "manifest": 1, "base": 2, "pack": 3, "log": 4}
 
 
@@ -137,19 +140,14 @@ def take_pack(batch: Batch, shelf: PackShelf, sources: list[Source], begun: list
     key = held.key if held else pack_key(first.run, first.term, first.part, first.step, last.step)
     if held is None:
         begun.append(key)
-    if held is None:
-        total = _total(sources)
-        chunk = chunk_bytes(total) if total else STREAM_CHUNK_BYTES
+        chunk, total = _cut(sources)
         writer = ChunkWriter(batch, f"{key}/{DATA}", chunk, expected=total)
     else:
         writer = ChunkWriter(batch, f"{key}/{DATA}", max(1, held.chunk), repair=True)
     records = []
     for source in sources:
         with placed(key=source.key):
-            step = parse_key(source.key).step
-            offset = writer.nbytes
-            sealed = _take_packed(writer, source, held.head(step) if held else None)
-            records.append((source.key, sealed, offset))
+            records.append((source.key, *_take_packed(writer, source, held)))
     chunk = writer.end()
     text = array_document("U8", writer.nbytes, chunk)
     batch.put(f"{key}/{DATA}/{DOCUMENT}", text, if_differs=held is not None)
@@ -158,30 +156,54 @@ def take_pack(batch: Batch, shelf: PackShelf, sources: list[Source], begun: list
     return Arrival(key, heads, document, has_chunks=writer.nbytes > 0, stands=held is not None)
 
 
-def _total(sources: list[Source]) -> int | None:
-    """Bytes of all arrays of some sources, None where one does not know its sizes."""
-    total = 0
+def _cut(sources: list[Source]) -> tuple[int, int | None]:
+    """How a pack of some sources is cut: bytes of a chunk, and of all together, gaps included
+    (None where a source does not know its sizes)."""
+    sizes: list[int] = []
     for source in sources:
-        sizes = sizes_of(source)
-        if sizes is None:
-            return None
-        total += sum(sizes.values())
-    return total or None
+        known = sizes_of(source)
+        if known is None:
+            return STREAM_CHUNK_BYTES, None
+        sizes.append(sum(known.values()))
+    chunk, end = chunk_bytes(sum(sizes)) or STREAM_CHUNK_BYTES, 0
+    for nbytes in sizes:
+        end = begin_of(end, nbytes, chunk) + nbytes
+    return chunk, end or None
 
 
-def _take_packed(writer: ChunkWriter, source: Source, known: SealedHead | None) -> SealedHead:
-    """Append a record's arrays in the head's order; until that is known they wait in memory."""
-    intake = Intake(source, known)
+def begin_of(end: int, nbytes: int, chunk: int) -> int:
+    """Where in a pack a record of so many bytes begins after one that ends at ``end``.
+
+    With a chunk of its own, if the gap before is short beside it: whoever reads a long record from
+    its beginning on, in runs as long as chunks, then reads whole objects and not parts of two.
+    """
+    gap = -end % chunk
+    return end + gap if gap * _GAPS <= nbytes else end
+
+
+def _take_packed(writer: ChunkWriter, source: Source, held: Pack | None) -> tuple[SealedHead, int]:
+    """Append a record's arrays in the head's order; until that is known they wait in memory.
+
+    Returns the head, and where in the pack they begin: in ``held``, which is repaired, where they
+    do there.
+    """
+    step = parse_key(source.key).step
+    intake = Intake(source, held.head(step) if held else None)
     lasting = getattr(source, "lasting", False)
     arrays: dict[str, list[Buffer]] = {}
     for block in intake.blocks():
         kept: Buffer = block.data if lasting else bytes(block.data)
         arrays.setdefault(block.array, []).append(kept)
     sealed = intake.seal()
+    nbytes = sum(info.nbytes for info in sealed.head.arrays)
+    begin = begin_of(writer.nbytes, nbytes, writer.chunk)
+    if held is not None:
+        begin = max(writer.nbytes, held.records[step].offset)
+    writer.add(memoryview(bytes(begin - writer.nbytes)))
     for info in sealed.head.arrays:
         for data in arrays.get(info.name, ()):
             writer.add(memoryview(data))
-    return sealed
+    return sealed, begin
 
 
 def _same_pack(shelf: PackShelf, sources: list[Source], first: Key, last: Key) -> Pack | None:

@@ -10,6 +10,7 @@ from rich.table import Table
 from . import (
     apart,
     fold,
+    fsck,
     peers,
     profile,
     ranks,
@@ -28,7 +29,7 @@ PARTS = {
     "profile": profile.rows, "resident": resident.rows, "apart": apart.rows,
     "recovery": recovery.rows, "peers": peers.rows, "ranks": ranks.rows,
     "sharing": sharing.rows,
-    "s3": s3.rows, "table": table.rows,
+    "s3": s3.rows, "fsck": fsck.rows, "table": table.rows,
 }  # fmt: skip
 
 

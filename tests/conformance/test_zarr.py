@@ -22,7 +22,8 @@ from adacheck_store.format.errors import (
     TierFullError,
 )
 from adacheck_store.format.ids import BLOCK_BYTES
-from adacheck_store.tiers import failpoints
+from adacheck_store.tiers import failpoints, zarr_writer
+from adacheck_store.tiers.base import RecordSource
 from adacheck_store.tiers.object_local import LocalObjects
 from adacheck_store.tiers.zarr import ZarrTier
 from adacheck_store.tiers.zarr_meta import chunk_bytes, chunk_count
@@ -131,6 +132,56 @@ def test_the_same_pack_again_is_repaired_in_place(tier: ZarrTier, tmp_path: Path
     assert chunks[1].read_bytes() == whole
     assert same(tier, sources)
     assert len(packs(tmp_path)) == 1
+
+
+def offsets(pack: Path) -> list[int]:
+    """Where the records of a pack begin, as its document says."""
+    records = json.loads((pack / "zarr.json").read_text())["attributes"]["records"]
+    return [record["offset"] for record in records]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_long_records_of_a_pack_begin_with_a_chunk(
+    tier: ZarrTier, tmp_path: Path, streamed: bool
+) -> None:
+    """Their runs of blocks are whole objects; short ones follow each other without a gap."""
+    world, size = World(), 15 * MIB + MIB // 2
+    long = [world.delta(step, {"set/s0/param": ("U8", noise(size))}) for step in (1, 2)]
+    short = [world.delta(step, grads(5 * MIB)) for step in (5, 6, 7)]
+    sources = [StreamSource(source) for source in long] if streamed else long
+    tier.put([*world.roots(), *sources])
+    tier.put(short)
+    one, other = (next(tmp_path.rglob(f"pack/{number:012d}-*")) for number in (1, 5))
+    assert offsets(one) == [0, 16 * MIB]
+    assert offsets(other) == [0, *(sum(map(nbytes, short[:n])) for n in (1, 2))]
+    data = zarr.open_group(one, mode="r")["data"]
+    assert len(data[:]) == data.shape[0] == 16 * MIB + size
+    assert not np.asarray(data[size : 16 * MIB]).any()
+    assert same(tier, [*long, *short])
+
+
+@pytest.mark.parametrize("gaps", [zarr_writer._GAPS, 2**40])
+def test_a_pack_is_repaired_as_it_was_cut(
+    tier: ZarrTier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gaps: int
+) -> None:
+    """Also one without gaps, as they were made before."""
+    world, size = World(), 15 * MIB + MIB // 2
+    sources = [world.delta(step, {"set/s0/param": ("U8", noise(size))}) for step in (1, 2)]
+    with monkeypatch.context() as patch:
+        patch.setattr(zarr_writer, "_GAPS", gaps)
+        tier.put([*world.roots(), *sources])
+    pack = next(tmp_path.rglob("pack/*"))
+    assert offsets(pack)[1] == (16 * MIB if gaps < 2**40 else size)
+    for chunk in sorted(pack.glob("data/c/*"))[1:3]:
+        chunk.unlink()
+    tier.put(sources)
+    assert same(tier, sources)
+    assert len(packs(tmp_path)) == 1
+
+
+def nbytes(source: RecordSource) -> int:
+    """Bytes of a record's arrays."""
+    return sum(len(data) for data in source.record.arrays.values())
 
 
 def test_packs_may_overlap(tier: ZarrTier, tmp_path: Path) -> None:

@@ -25,6 +25,8 @@ from adacheck_store.store import open_for_reading, open_store
 from adacheck_store.tiers.object_s3 import S3Objects
 from adacheck_store.tiers.s3_client import requests_in
 from adacheck_store.tiers.s3_place import parse_s3
+from adacheck_store.tiers.zarr import ZarrTier
+from tests.conformance.records import MIB, World, noise
 from tests.core.toy import Toy
 from tests.s3.proxy import Fault, Proxy, Request
 from tests.s3.server import BUCKET, READER, Server, server, use
@@ -114,6 +116,23 @@ def test_requests_are_counted(real: Server) -> None:
     assert counted["bytes out"] == sum(
         len(request.body) for request in proxy.requests if _kind(request) == "put"
     )
+
+
+def test_runs_of_a_long_record_are_one_request_each(real: Server) -> None:
+    """Also of the second one in its pack, which begins with an object."""
+    world, tier = World(), ZarrTier(S3Objects(real.url()))
+    size = 15 * MIB + MIB // 2
+    deltas = [world.delta(step, {"set/s0/param": ("U8", noise(size))}) for step in (1, 2)]
+    tier.put([*world.roots(), *deltas])
+    memory = bytearray(size)
+    for delta in deltas:
+        tier.head(delta.key)
+        before = tier.requests()["get"]
+        for first, count in ((0, 8), (8, 8)):
+            view = memoryview(memory)[first * MIB : (first + count) * MIB]
+            tier.read_into(delta.key, "set/s0/param", first, count, view)
+        assert tier.requests()["get"] - before == 2
+        assert memory == delta.record.arrays["set/s0/param"]
 
 
 def _kind(request: Request) -> str:
