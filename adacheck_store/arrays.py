@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy
 import torch
 
 from adacheck_store.format.canonical import Scalar
+from adacheck_store.format.dtypes import item_bytes
 from adacheck_store.format.errors import MalformedError, UnsupportedError
 
 _NAMES = {
@@ -40,6 +42,19 @@ def torch_dtype(name: str) -> torch.dtype:
         return TORCH_DTYPES[name]
     except KeyError:
         raise MalformedError(f"this torch has no dtype {name[:40]!r}", rule="dtype") from None
+
+
+ALIGNED_BYTES = 64
+"""What torch aligns its memory to."""
+
+
+def untouched(elements: int, dtype: str) -> torch.Tensor:
+    """Zeros, flat, that take no memory where nobody touches them, whatever torch is told to do with
+    memory that is not initialized."""
+    nbytes = elements * item_bytes(dtype)
+    flat = numpy.zeros(nbytes + ALIGNED_BYTES, dtype=numpy.uint8)
+    at = -flat.ctypes.data % ALIGNED_BYTES
+    return torch.from_numpy(flat[at : at + nbytes]).view(torch_dtype(dtype))
 
 
 def byte_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-import numpy
 import torch
 
 from adacheck_store.format.derived import stood_for
@@ -20,7 +19,7 @@ from adacheck_store.format.layout import Layout, Section, Slice
 from adacheck_store.format.record import block_nbytes, verify_block
 from adacheck_store.tiers.transfer import copy_into
 
-from .arrays import byte_view, torch_dtype
+from .arrays import byte_view, untouched
 from .catalog import RecordRef
 from .cutting import Elsewhere, Places, cut_out
 from .fetch import ArrayReader, BlocksLostError, Fetcher, lost_if_malformed
@@ -58,7 +57,7 @@ def began(layout: Layout, made: Layout, arrays: Mapping[str, torch.Tensor]) -> B
     digests = {}
     for section in layout.sections:
         for role, dtype in section.roles:
-            whole = _zeros(section.elements, dtype)
+            whole = untouched(section.elements, dtype)
             for target, piece, source, given in pairs:
                 held = arrays.get(f"{source.name}/{role}")
                 if target is section and held is not None:
@@ -83,14 +82,6 @@ def _same(layout: Layout, made: Layout) -> Iterator[tuple[Section, Slice, Sectio
 
 def _pieces(layout: Layout) -> int:
     return sum(piece.elements > 0 for piece in pieces_in(layout))
-
-
-def _zeros(elements: int, dtype: str) -> torch.Tensor:
-    """Zeros that take no memory where nobody touches them."""
-    if not elements:
-        return torch.empty(0, dtype=torch_dtype(dtype))
-    flat = numpy.zeros(elements * item_bytes(dtype), dtype=numpy.uint8)
-    return torch.from_numpy(flat).view(torch_dtype(dtype))
 
 
 @dataclass(slots=True)
@@ -142,7 +133,7 @@ class DerivedReader(ArrayReader):
 
     def prepare(self, only: Only | None) -> None:
         """Put together what is needed of it, from all that the parent had at the fork step."""
-        self._made.arrays = {info.name: _zeros(info.elements, info.dtype)
+        self._made.arrays = {info.name: untouched(info.elements, info.dtype)
                              for info in self.head.arrays}  # fmt: skip
         spans = None if only is None else _widened(self._layout, only)
         need = self._layout if spans is None else _needed(self._layout, spans)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,27 +17,32 @@ from adacheck_store.format.layout import Layout, Section, decode_layout
 from adacheck_store.tiers.base import Tier
 
 from .ahead import Ahead
-from .arrays import tensor_of, torch_dtype
+from .arrays import tensor_of, torch_dtype, untouched
 from .catalog import RecordRef
 from .derived import DerivedReader
 from .fetch import ArrayReader, BlocksLostError, Fetcher
 from .fold import Fold, FoldReport
 from .recovery import PartPlan, RestorePlan
+from .regions import Span, merged
+from .reshard import Wanted, unit_of
 from .state import PartState
 
 
 @dataclass(slots=True)
 class StateSink:
-    """A fold's sink that keeps the whole state in memory."""
+    """A fold's sink that keeps what is folded in memory; of the sections in ``bare`` no optimizer's
+    state. What is not folded takes none."""
 
     arrays: dict[str, torch.Tensor] = field(default_factory=dict)
+    bare: Collection[str] = ()
 
     def window(self, section: Section, role: str, start: int, stop: int) -> torch.Tensor:
         """A view of the role's array, made when first asked for."""
+        if section.name in self.bare and role != section.main_role:
+            return torch.empty(stop - start, dtype=torch_dtype(section.dtypes[role]))
         name = f"{section.name}/{role}"
         if name not in self.arrays:
-            kind = torch_dtype(section.dtypes[role])
-            self.arrays[name] = torch.empty(section.elements, dtype=kind)
+            self.arrays[name] = untouched(section.elements, section.dtypes[role])
         return self.arrays[name][start:stop]
 
     def done(self, section: Section, start: int, stop: int, views: Mapping[str, Any]) -> None:
@@ -81,18 +86,47 @@ def open_layouts(tiers: Sequence[Tier], plan: RestorePlan) -> dict[str, Layout]:
     return {part.part: found[part.layout] for part in plan.parts}
 
 
+def _blocks_of(layout: Layout, wanted: Mapping[tuple[str, str], bool]) -> dict[str, Sequence[Span]]:
+    """Elements of whole blocks, by section, that have something of what is wanted of a part."""
+    found: dict[str, Sequence[Span]] = {}
+    for section in layout.sections:
+        pieces = [each for each in section.slices if (each.scope, each.name) in wanted]
+        unit = unit_of(section)
+        if pieces:
+            found[section.name] = merged(
+                (each.offset // unit * unit, -(-(each.offset + each.elements) // unit) * unit)
+                for each in pieces if each.elements
+            )  # fmt: skip
+    return found
+
+
 def fetch_parts(
-    fetcher: Fetcher, plan: RestorePlan, layouts: Mapping[str, Layout]
+    fetcher: Fetcher, plan: RestorePlan, layouts: Mapping[str, Layout], wanted: Wanted
 ) -> tuple[dict[str, PartState], list[FoldReport]]:
-    """Fold every part of a plan into memory; ``layouts`` are theirs by part."""
+    """Fold every part of a plan into memory; ``layouts`` are theirs by part.
+
+    Of each part what is ``wanted``, in whole blocks; all of it where nothing is. Reports are of the
+    parts that gave something.
+    """
     parts: dict[str, PartState] = {}
     reports: list[FoldReport] = []
     for part in plan.parts:
-        layout = layouts[part.part]
-        sink = StateSink()
+        layout, sink, only = layouts[part.part], StateSink(), None
+        fold = open_fold(fetcher, layout, part)
+        if wanted:
+            of_part = wanted[part.part]
+            only = _blocks_of(layout, of_part)
+            sink.bare = {
+                section.name for section in layout.sections
+                if not any(of_part.get((each.scope, each.name)) for each in section.slices)
+            }  # fmt: skip
+            for name in only:  # also where all that is wanted is empty
+                for role in fold.roles(layout.section(name)):
+                    sink.window(layout.section(name), role, 0, 0)
         with Ahead(fetcher.parallel) as reader:
-            report = open_fold(fetcher, layout, part).run(sink, reader)
-        reports.append(report)
+            report = fold.run(sink, reader, only)
+        if only is None or any(only.values()):
+            reports.append(report)
         parts[part.part] = PartState(
             part=part.part, step=plan.step, layout=layout, layout_id=part.layout,
             arrays=sink.arrays, states=report.states, boundary=report.boundary,

@@ -209,7 +209,7 @@ def _fetch(
         tree, alike, topology = adopt(fetcher, whole, need, made.taken)
         extras: dict[str, Mapping[str, Any]] = {rank_name(need.rank): tree}
     else:
-        parts, reports = fetch_parts(fetcher, plan, layouts)
+        parts, reports = fetch_parts(fetcher, plan, layouts, wanted)
         extras = {name: read_extra(fetcher, refs) for name, refs in plan.extras.items()}
         if need is not None and wanted:
             part = part_name(need.rank)

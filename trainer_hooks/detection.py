@@ -45,6 +45,10 @@ log = logging.getLogger(__name__)
 WRITER_S = 1.0
 """Longest wait, at a look, for the writer's digests of the step before."""
 
+MOST_RANKS = 512
+"""With more, what ranks tell each other would be too much for the one store it goes through: a look
+would hold training up for many seconds."""
+
 Adopt = Callable[[Binding, int, Sharing, Group], None]
 """Has this rank capture and write by an assignment from a step on: on all ranks of a group, or on
 none, where that raises."""
@@ -69,6 +73,8 @@ class Detection:
         self._why_off = "" if settings.redundancy == "auto" else "off"
         if group.size == 1:
             self._why_off = "one rank alone"
+        elif group.size > MOST_RANKS:
+            self._why_off = self._why_off or f"more than {MOST_RANKS} ranks are not compared"
         self._vigil = Vigil(group, settings.stall_timeout_s, settings.base_every)
         self.begin(settings.start_step, True)
 

@@ -12,7 +12,7 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -21,13 +21,18 @@ import torch.distributed as dist
 from adacheck_store.format.errors import GroupError, UsageError
 from adacheck_store.group import SOLO, Group, named
 
+from .grid import Grid
 from .life import DEAD, Life
 
 LEFT = b"left"
-"""What a rank that waits no longer says in the round to come: others need not wait either."""
+"""What a rank that waits no longer says in the round to come, and then which ranks it knows to be
+lost: others need not wait either."""
 
 TIMEOUT_S = 600.0
 """Longest wait for the other ranks: each may have gigabytes to fetch and fold meanwhile."""
+
+ALL = -1
+"""Whoever wants to hear it."""
 
 MEET_S = 180.0
 """Longest wait for the others to attach. One that died before it gives no sign to be missed by."""
@@ -96,7 +101,8 @@ class StoreGroup:
         self._life: Life | None = None
         self._room = ""
         self._round = 0
-        self._mine: list[str] = []
+        self._grid = Grid(rank, size)
+        self._mine: list[tuple[str, int]] = []
         self._broken: GroupError | None = None
 
     def gather(self, data: bytes, timeout_s: float | None = None) -> Sequence[bytes]:
@@ -106,7 +112,7 @@ class StoreGroup:
             before = len(self._mine)
             self._say(data)
             found = self._hear(range(self.size), limit_s)
-            self._forget(before)
+            self._forget(before, [*range(self.size), ALL])
             return found
 
     def broadcast(self, data: bytes | None) -> bytes:
@@ -119,16 +125,26 @@ class StoreGroup:
             return self._hear([0], self._timeout_s)[0]
 
     def exchange(self, messages: Sequence[bytes], timeout_s: float) -> Sequence[bytes]:
-        """What each rank has sent to this one; raises `GroupError` after the time-out."""
-        with self._speaking():
-            before = len(self._mine)
-            place = f"{self._room}/{self._round}"
-            keys = [f"{place}/{peer}/{self.rank}" for peer in range(self.size)]
-            self._store.multi_set(keys, list(messages))
-            self._mine += keys
-            found = self._wait_for(range(self.size), f"{place}/{self.rank}", timeout_s)
-            self._forget(before)
-            return found
+        """What each rank has sent to this one; raises `GroupError` after the time-out, or some."""
+        return self._grid.exchange(
+            messages, lambda some, times: self._swap(some, times * timeout_s)
+        )
+
+    def _swap(self, messages: Mapping[int, bytes], limit_s: float) -> list[bytes]:
+        """What each of some ranks has sent to this one, which sends each a message."""
+        others = [peer for peer in messages if peer != self.rank]
+        found = dict(messages)
+        if others:
+            with self._speaking():
+                before = len(self._mine)
+                place = f"{self._room}/{self._round}"
+                keys = [f"{place}/{peer}/{self.rank}" for peer in others]
+                self._store.multi_set(keys, [messages[peer] for peer in others])
+                self._mine += zip(keys, others, strict=True)
+                said = self._wait_for(others, f"{place}/{self.rank}", limit_s)
+                found.update(zip(others, said, strict=True))
+                self._forget(before, others)
+        return list(found.values())
 
     def room(self, name: str) -> StoreGroup:
         """The same ranks, once they have spoken, in a room of that name."""
@@ -165,18 +181,24 @@ class StoreGroup:
 
     def leave(self) -> None:
         """This rank comes to no further round: whoever waits for it there fails at once."""
-        place = f"{self._room}/{self._round + 1}"
-        keys = [f"{place}/{self.rank}", *(f"{place}/{n}/{self.rank}" for n in range(self.size))]
+        keys: dict[str, int] = {}
+        for number in (self._round + 1, self._round + 2):  # whom this rank hears in the next two
+            place = f"{self._room}/{number}"
+            keys |= {f"{place}/{peer}/{self.rank}": peer for peer in self._grid.peers}
+            keys[f"{place}/{self.rank}"] = ALL
+        word = LEFT + " ".join(map(str, sorted(self.lost))).encode()
         with contextlib.suppress(RuntimeError, OSError):
             if self._room:
-                self._store.multi_set(keys, [LEFT] * len(keys))
-                self._mine += keys
+                self._store.multi_set(list(keys), [word] * len(keys))
+                self._mine += keys.items()
 
-    def _forget(self, count: int) -> None:
-        """Delete what was said first: whoever has come to this round has read it."""
-        for key in self._mine[:count]:
-            self._store.delete_key(key)
-        del self._mine[:count]
+    def _forget(self, count: int, heard: Collection[int]) -> None:
+        """Delete what was said first to ranks that have come to this round: they have read it."""
+        kept = [(key, to) for key, to in self._mine[:count] if to not in heard]
+        for key, to in self._mine[:count]:
+            if to in heard:
+                self._store.delete_key(key)
+        self._mine[:count] = kept
 
     def _open(self) -> str:
         """Rank 0 opens a room, and closes the door behind all others, named by their tokens."""
@@ -220,7 +242,7 @@ class StoreGroup:
     def _say(self, data: bytes) -> None:
         key = f"{self._room}/{self._round}/{self.rank}"
         self._store.set(key, data)
-        self._mine.append(key)
+        self._mine.append((key, ALL))
 
     def _hear(self, ranks: Sequence[int], limit_s: float) -> list[bytes]:
         return self._wait_for(ranks, f"{self._room}/{self._round}", limit_s)
@@ -250,7 +272,10 @@ class StoreGroup:
             if self._life is not None:
                 self._life.await_({})
         found = dict(zip(keys, self._store.multi_get(list(keys.values())), strict=True))
-        if left := [rank for rank, said in found.items() if said == LEFT]:
+        if left := [rank for rank, said in found.items() if said.startswith(LEFT)]:
+            self.lost.update(
+                int(each) for rank in left for each in found[rank][len(LEFT) :].split()
+            )
             raise GroupError(f"{named(left)} of {self.size} waited no longer")
         if dead := [rank for rank, said in found.items() if said == DEAD]:
             self.lost.update(dead)
@@ -302,7 +327,7 @@ class Board:
         self.post(f"{name}/{self._rank}", text)
         keys = [f"{self._room}/board/{name}/{rank}" for rank in range(self._size)]
         self._store.wait(keys, timedelta(seconds=timeout_s))
-        return [self._store.get(key).decode() for key in keys]
+        return [note.decode() for note in self._store.multi_get(keys)]
 
 
 def find_board(group: Group) -> Board:

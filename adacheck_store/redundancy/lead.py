@@ -191,12 +191,13 @@ def compare(
                     sides[rank, each.name].append((role, side))
     shared = [state for state in before if len(state.param) > 1 or len(state.optimizer) > 1]
     reports: dict[int, dict[Spot, bytes]] = defaultdict(dict)
+    sets: dict[Ranks, bytes] = {}  # few, of many ranks each, and told of every tensor by every rank
     for state in shared:
         for rank in state.param | state.optimizer:
             for role, side in sides[rank, state.name]:
                 if _same(side.piece, state):
                     spot = Spot(state.scope, state.name, state.piece, role)
-                    reports[rank][spot] = repr(sorted(side.copies)).encode()
+                    reports[rank][spot] = sets.setdefault(side.copies, str(len(sets)).encode())
     return Watch(shared, agreed).compare(step, reports)
 
 

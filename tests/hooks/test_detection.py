@@ -6,7 +6,7 @@ import torch
 from adacheck_store.config import Settings
 from adacheck_store.format.errors import GroupError
 from adacheck_store.redundancy.sighting import Standing
-from adacheck_store.trainer_hooks.detection import Agreement, Detection, sightings
+from adacheck_store.trainer_hooks.detection import MOST_RANKS, Agreement, Detection, sightings
 from adacheck_store.trainer_hooks.layouts import bind
 from adacheck_store.trainer_hooks.narrow import narrowed
 
@@ -89,3 +89,15 @@ def test_ranks_look_in_pairs_and_then_where_bases_are_due():
     assert not any(detection.due(step) for step in range(1, 99))
     off = Detection(Two(), Settings(redundancy="off"))
     assert (off.said, any(off.due(step) for step in range(1, 99))) == ("off", False)
+
+
+def test_more_ranks_than_one_store_serves_do_not_look():
+    """It is said; asking for it changes nothing."""
+    many = Two()
+    many.size = MOST_RANKS
+    asked = Settings(redundancy="auto")
+    assert Detection(many, asked).due(1)
+    many.size += 1
+    found = Detection(many, asked)
+    assert found.said == "more than 512 ranks are not compared"
+    assert not any(found.due(step) for step in range(1, 99))

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from adacheck_store.format.errors import GroupError
 from adacheck_store.group import SOLO
 from adacheck_store.trainer_hooks import ranks
+from adacheck_store.trainer_hooks.grid import Grid
 from adacheck_store.trainer_hooks.ranks import StoreGroup, find_group
 
 
@@ -201,6 +202,108 @@ def test_what_fails_in_a_room_stays_there(store):
     assert found[1][1] < 10
     for heard, _ in found:
         assert heard[2:] == [[b"0", b"1", b"2"], [b"still here"] * 3]
+
+
+MANY = 18
+"""Ranks that form a grid, of three columns."""
+
+
+def words(group, number):
+    """What a rank sends to each in a round, and what it is to hear; some of it is nothing."""
+    ranks = range(group.size)
+    sent, heard = (
+        [f"{number}:{a}>{b}".encode() * (b % 3) for a, b in pairs]
+        for pairs in ([(group.rank, b) for b in ranks], [(a, group.rank) for a in ranks])
+    )
+    return sent, heard
+
+
+def some_rounds(group, timeout_s):
+    """Enough of them for whoever has left to be missed by all."""
+    for number in range(3):
+        group.exchange(words(group, number)[0], timeout_s)
+
+
+def test_many_ranks_speak_to_few_and_hear_all():
+    """In two hops; in any order with rounds of all; what was read is deleted."""
+    store, sizes = dist.HashStore(), []
+
+    def work(group):
+        assert len(group._grid.peers) == 3 + MANY // 3 - 1
+        for number in range(8):
+            sent, expected = words(group, number)
+            assert group.exchange(sent, 20.0) == expected
+            if number % 3 == 1:
+                told = group.gather(str(number).encode())
+                assert list(told) == [str(number).encode()] * MANY
+            if group.rank == 0:
+                sizes.append(store.num_keys())
+        return
+
+    assert on_ranks(store, MANY, work) == [None] * MANY
+    assert max(sizes) < 3 * MANY * (3 + MANY // 3) < MANY * MANY * 2
+
+
+def test_one_of_many_that_comes_late_holds_nobody_up_twice():
+    """All fail in time, though few have waited for it; it hears at once that they have left."""
+
+    def work(group):
+        group.gather(b"here")
+        room = group.room("look/4")
+        if group.rank == 7:
+            time.sleep(2.5)
+        began = time.monotonic()
+        with pytest.raises(GroupError) as raised:
+            some_rounds(room, 1.0 if group.rank != 7 else 30.0)
+        took_s = time.monotonic() - began
+        sent, expected = words(group, 9)
+        assert group.room("look/8").exchange(sent, 30.0) == expected
+        return raised.value.message, took_s
+
+    found = on_ranks(dist.HashStore(), MANY, work)
+    late = "rank 7 of 18 did not come in"
+    assert all(late in said or "waited no longer" in said for said, _ in found)
+    assert sum(late in said for said, _ in found) >= len(Grid(7, MANY).row) - 1
+    assert found[7][1] < 15
+    assert max(took_s for _, took_s in found) < 15
+
+
+def test_all_of_many_know_who_has_died():
+    """Those that wait for it tell the others."""
+
+    def work(group):
+        group.gather(b"here")
+        room = group.room("look/4")
+        if group.rank == 7:
+            group._life = room._life = None  # as if its process had been killed
+            return set()
+        with pytest.raises(GroupError, match=r"gave no sign of life for 1 s|waited no longer"):
+            some_rounds(room, 30.0)
+        return set(group.lost)
+
+    found = on_ranks(dist.HashStore(), MANY, work, silent_s=1.0)
+    assert found == [set() if rank == 7 else {7} for rank in range(MANY)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 15, 16, 17, 36, 96, 100])
+def test_the_grid_of_so_many_ranks(size):
+    """Everybody is in one row and one column, and these have one rank in common."""
+    grids = [Grid(rank, size) for rank in range(size)]
+    for rank, grid in enumerate(grids):
+        assert all(list(grids[peer].row) == list(grid.row) for peer in grid.row)
+        assert all(list(grids[peer].column) == list(grid.column) for peer in grid.column)
+        assert set(grid.row) & set(grid.column) == {rank}
+        assert len(grid.row) * len(grid.column) == size
+    assert len(grids[0].row) == {16: 4, 36: 6, 96: 8, 100: 10}.get(size, 1)
+
+
+def test_what_no_grid_has_sent_is_refused():
+    """Another version's ranks, say."""
+    for wrong in (b"", b"left", bytes(15), bytes(8) + b"x"):
+        with pytest.raises(GroupError, match="another rank says"):
+            Grid(0, 2).exchange([b"", b"x"], lambda some, times, wrong=wrong: [
+                wrong if peer else said for peer, said in some.items()
+            ])  # fmt: skip
 
 
 def test_a_process_alone_is_no_group():
