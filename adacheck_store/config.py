@@ -68,7 +68,7 @@ class Settings:
     k: int = 1
     sigterm_grace_s: float = 0.0
     max_deaths: int = 3
-    redundancy: str = "off"
+    redundancy: str = "auto"
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:

@@ -35,7 +35,7 @@ def attach(
     strict: bool = False, lmdb_bytes: int = 0, names: Mapping[str, torch.Tensor] | None = None,
     group: Group | None = None, bounded_every: int = 256, max_drift: float = 1e-3,
     agents: Agents | None = None, sigterm_grace_s: float = 0.0, max_deaths: int = 3,
-    redundancy: str = "off", live: Live | None = None,
+    redundancy: str = "auto", live: Live | None = None,
 ) -> Checkpointer:  # fmt: skip
     """Keep a checkpoint of every step of a run in the store at a URL.
 
@@ -60,11 +60,11 @@ def attach(
     between are offered no longer, nor restored. With ``sigterm_grace_s`` SIGTERM, to any rank, ends
     the run within so many seconds: all leave the loop at one boundary by `Stopped`, a `SystemExit`
     of 143, and store what they can. After ``max_deaths`` attempts in a row that died without
-    getting past the newest step (0: never) `restore` begins at an older one. With
-    ``redundancy="auto"`` what ranks prove to be on several of them is written by one, as long as
-    its copies stay equal. With ``live``, which `Checkpointer.live` gave in this process, `restore`
-    reads no tier for what replaced ranks are proven to have held as it is here. What is not
-    supported is refused before anything is done.
+    getting past the newest step (0: never) `restore` begins at an older one. What
+    ranks prove to be on several of them is written by one, as long as its copies stay equal;
+    ``redundancy="off"`` has each write all that it holds. With ``live``, which `Checkpointer.live`
+    gave in this process, `restore` reads no tier for what replaced ranks are proven to have held as
+    it is here. What is not supported is refused before anything is done.
     """
     ranks = find_group() if group is None else group
     model, optimizer, names = taken_apart(model, optimizer, names)

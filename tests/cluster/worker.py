@@ -85,7 +85,6 @@ class Worker:
             "store": self.config["store"],
             "agents": use,
             "group": find_group(silent_s=self.config.get("silent_s", 3.0)),
-            "redundancy": "auto",
         }
         with ada.attach(model, optimizer, **given | self.config["given"]) as ckpt:
             ckpt.track(schedule=schedule)

@@ -364,7 +364,6 @@ def _train(out: str, rank: int, ranks: int, port: int, prefix: str, kind: str, o
             "resume": options.get("resume", "auto"),
         }  # fmt: skip
         given |= options.get("given", {}).get(rank, {})
-        given.setdefault("redundancy", "auto")
         exchanged = options.get("before_attach", _nothing)(rank)
         try:
             ckpt = attach(model, optimizer, **given)
