@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-import signal
 import sys
 import threading
 import time
@@ -40,6 +39,7 @@ from .news import status
 from .options import AgentOptions, listening
 from .replica import FAR, LMDB, RAM
 from .shell import Shell
+from .signals import heed
 
 REACHED_S = 5.0
 """How long a call waits for the agent to learn where it is reached itself."""
@@ -177,7 +177,7 @@ class _Agent:
         self._stopping = max(self._stopping, 2 if now else 1)
         self._wake.set()
 
-    def _signalled(self, number: int, frame: object) -> None:
+    def _signalled(self) -> None:
         now = time.monotonic()
         if self._signal_at is not None:
             self._stop(now - self._signal_at > AGAIN_S)
@@ -203,8 +203,7 @@ class _Agent:
 
     def serve(self) -> int:
         """Serve until told to stop, or idle."""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._signalled)
+        heed(self._signalled)
         self._say(
             f"agent of {self._node} for run {self._options.run}, pid {os.getpid()}, at "
             f"{', '.join([*self._endpoints, *filter(None, [self._metrics])])}"

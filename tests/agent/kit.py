@@ -79,13 +79,17 @@ class Node:
         self.processes.append(process)
         return process
 
-    def agent(self, *options: str, fail: str = "", program: bool = False) -> Any:
+    def agent(
+        self, *options: str, fail: str = "", program: bool = False,
+        module: tuple[str, ...] = ("adacheck_store",),
+    ) -> Any:  # fmt: skip
         """Start an agent by hand, reached at the node's port; returns when it answers.
 
-        ``program``: of its own, and not a fork, which shares pages of memory.
+        ``program``: of its own, and not a fork, which shares pages of memory. ``module``: what
+        is run, with words of its own before those of the command.
         """
         process = (self.run if program or self.prefix else self.fork)(
-            "adacheck_store", "agent", self.url, "--run", RUN, "--node", self.name,
+            *module, "agent", self.url, "--run", RUN, "--node", self.name,
             "--memory", str(MEMORY), "--listen", f"127.0.0.1:{self.port}", "--domain", self.name,
             *options, fail=fail,
         )  # fmt: skip

@@ -3,6 +3,7 @@
 import os
 import re
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,8 +11,10 @@ import pytest
 
 import adacheck_store.agent.start as start
 from adacheck_store.agent.crew import Agents
+from adacheck_store.agent.node_tier import NodeTier
 from adacheck_store.agent.options import AgentOptions
 from adacheck_store.agent.start import ensure_agent
+from adacheck_store.agent.upkeep import AgentUpkeep
 from adacheck_store.format.errors import (
     TermError,
     TierReadOnlyError,
@@ -24,7 +27,7 @@ from tests.agent.kit import Node
 from tests.agent.trainer import MEMORY, RUN, open_session
 from tests.core.kit import Journal, begin, make_toy, train
 from tests.tools.stores import cli
-from tests.waits import until
+from tests.waits import WAIT_S, until
 
 NOBODY = 65534
 
@@ -171,22 +174,42 @@ def test_memory_for_one_part(here: Node) -> None:
     session.close()
 
 
-def test_two_runs_of_one_name(here: Node) -> None:
+@pytest.mark.parametrize("by", ["put", "sync", "news"])
+def test_two_runs_of_one_name(here: Node, monkeypatch: pytest.MonkeyPatch, by: str) -> None:
+    """The older one is refused at whatever it comes to first: a put that was about to be made, the
+    acknowledgement of one that was made, or news of its agent."""
     first, toy = open_session(here.url), make_toy()
     begin(first, toy, Journal())
     train(first, toy, Journal(), 3)
     first.flush(30.0, far=False)
+    begun, came = threading.Event(), list[str]()
+    if by != "news":
+        act = getattr(NodeTier, by)
+
+        def late(*given: object) -> None:
+            assert begun.wait(WAIT_S)
+            came.append("taken")
+            try:
+                act(*given)
+            except TermError:
+                came[-1] = "refused"
+                raise
+
+        monkeypatch.setattr(NodeTier, by, late)
+        monkeypatch.setattr(AgentUpkeep, "_take_news", lambda upkeep: None)
+        train(first, toy, Journal(), 1)
     second = here.run("tests.agent.trainer", here.url, "5")
-    assert "ready 3" in second.stdout.readline()
-    # The agent says so, or the log does: whichever this process comes to hear first.
+    assert re.match("ready [34]", second.stdout.readline())
+    begun.set()
     said = rf"term t000002\S* .*pid {second.pid}\).*this process must stop"
 
     def refused() -> str:
         try:
-            train(first, toy, Journal(), 1)
+            first.check()
         except TermError as error:
             return str(error)
         return ""
 
     assert re.search(said, until(refused, "the older one is refused"))
+    assert came == ([] if by == "news" else ["refused"])
     first.close()

@@ -1,9 +1,12 @@
 """SIGTERM to an agent with a grace: never exceeded, and the trainers' last steps are awaited."""
 
+import os
 import signal
 import subprocess
 import sys
 import time
+
+import pytest
 
 from adacheck_store.restore import restore_state
 from adacheck_store.store import open_store
@@ -19,6 +22,28 @@ hang_while(Path(sys.argv.pop(1)))
 from adacheck_store.cli import main
 main()
 """
+
+HOLDING = """
+import os, signal, sys, threading
+from adacheck_store.agent.signals import heed
+lock, acted = threading.Lock(), threading.Event()
+def act():
+    with lock:
+        acted.set()
+heed(act)
+with lock:  # as an event's or a thread's start has one, for microseconds
+    os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+    assert not acted.wait(0.2)
+assert acted.wait(20.0)
+"""
+
+
+@pytest.mark.parametrize("number", ["SIGTERM", "SIGINT"])
+def test_a_signal_while_the_main_thread_holds_a_lock(number: str) -> None:
+    """What is to be done about it waits, beside the main thread and not within it."""
+    words = [sys.executable, "-c", HOLDING, number]
+    subprocess.run(words, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=60,
+                   check=True)  # fmt: skip
 
 
 def test_far_tier_that_hangs_is_left_within_the_grace(here: Node, tmp_path) -> None:
