@@ -129,18 +129,20 @@ class Detection:
         answer, or cannot follow, everything stays as it is, and all look again.
         """
         group = self._group.room(f"look/{step}")
+        compares = self._compares(step - self._begun) or self._vigil.due(step)
         try:
             rounds = self._detector.look(updates, sightings(whole, self._group.size))
             before, self._looked = self._looked, step
             updated, self._updates = updates > self._updates, updates
-            if self._compares(step - self._begun) or self._vigil.due(step):
-                self._vigil.begin()
+            if compares:
                 if rounds is None or before != step - 1:
                     raise GroupError("this rank has not looked at the step before")
                 self._agree(group, step, updated, rounds, whole, adopt)
         except Exception as error:
             group.leave()
             self._failed(step, error)
+        if compares:  # not before: while so many connect, the store may be slow to answer
+            self._vigil.begin()
 
     def _agree(
         self, group: Group, step: int, updated: bool, rounds: Rounds[tuple[Finding, ...]],

@@ -63,9 +63,12 @@ class Vigil:
         self._heard: Sequence[str] | None = None
 
     def begin(self) -> None:
-        """Start the thread, if it was not started before."""
+        """Start the thread, if it was not started before; if that cannot be, the next time."""
         if self._thread is None:
-            self._thread = background.start("adacheck-vigil", self._run)
+            try:
+                self._thread = background.start("adacheck-vigil", self._run)
+            except (RuntimeError, OSError) as error:
+                log.warning("copies are compared at looks alone for now: %s", error)
 
     def watch(self, step: int, witnessing: Witnessing | None) -> None:
         """At this step all were found equal; what this rank shares is witnessed there (None: it
