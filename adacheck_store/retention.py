@@ -93,7 +93,9 @@ def _choose(
     catalog: Catalog, terms: tuple[str, ...], plans: Iterable[RestorePlan], keep_bases: int,
     not_above: int | None,
 ) -> FloorChoice | None:  # fmt: skip
-    lowest = max((floor.step for floor in _floors(catalog, terms)), default=0)
+    if not terms:
+        return None
+    lowest = _lowest(catalog, terms)
     above = (plan for plan in plans if plan.step >= lowest)
     for plan in islice(above, keep_bases - 1, None):
         if not_above is None or plan.step <= not_above:
@@ -101,6 +103,19 @@ def _choose(
                 bases = tuple(part.base for part in plan.parts)
                 return FloorChoice(step=plan.step, terms=terms, bases=bases)
     return None
+
+
+def _lowest(catalog: Catalog, terms: Sequence[str]) -> int:
+    """The step of the line below which floors have left nothing but what they keep.
+
+    A floor of another branch goes no further than where the line leaves the terms of both.
+    """
+    line = tolerant_line(catalog, terms[-1])
+    found = []
+    for floor in _floors(catalog, terms):
+        last = [segment for segment in line if segment.term in floor.terms][-1].last
+        found.append(floor.step if last is None else min(floor.step, last))
+    return max(found, default=0)
 
 
 def _floors(catalog: Catalog, terms: Collection[str]) -> list[Floor]:
@@ -165,7 +180,7 @@ def _spare_tags(
     first = choice = bearable(cap)
     hold: Hold | None = None
     while choice is not None:
-        lowest = max((floor.step for floor in _floors(catalog, choice.terms)), default=0)
+        lowest = _lowest(catalog, choice.terms)
         held = tagged.need(tier, catalog, choice.terms, range(lowest, choice.step))
         if held is not None:
             hold, choice = held, bearable(held.step)

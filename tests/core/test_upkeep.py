@@ -1,4 +1,4 @@
-"""What upkeep tells of its own progress."""
+"""What upkeep does behind a writer, and what it tells of its own progress."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ import pytest
 
 from adacheck_store.config import Settings
 from adacheck_store.format.keys import parse_key
+from adacheck_store.format.manifest import Floor
+from adacheck_store.policy import Retention
 from adacheck_store.session import RunSession
-from adacheck_store.terms import put_tag
+from adacheck_store.terms import put_tag, read_log
 from adacheck_store.tiers.memory import MemoryTier
 from adacheck_store.upkeep import Upkeep
 from tests.core.kit import Journal, KeptTier, begin, make_toy, session_on, train
+from tests.core.toy import Toy
 from tests.waits import until
 
 LAST = 20
@@ -72,3 +75,54 @@ def test_pruning_rests_though_a_tag_holds_the_floor(tiers: int) -> None:
     until(lambda: "tag good" in upkeep.notice and upkeep.resting, "pruning rests", 20)
     assert upkeep.progress.far_floor < 4
     session.close()
+
+
+def trained(session: RunSession, toy: Toy, journal: Journal, steps: int) -> None:
+    """So many steps, with all that is due done after each."""
+    upkeep = session._upkeep
+    assert upkeep is not None
+    for _ in range(steps):
+        train(session, toy, journal, 1)
+        session.flush(60)
+        until(lambda: upkeep.resting, "upkeep rests")
+
+
+def branched(far: MemoryTier, journal: Journal, steps: int, *, tagged: bool) -> Floor:
+    """A run whose floor is step 16, gone on with from step 8, which it kept: the new floor."""
+    settings = Settings(base_every=4, object_lag=2, grace_s=0.0,
+                        retention=Retention(last=2, every=8))  # fmt: skip
+    session, toy = session_on(far, far, settings), make_toy()
+    begin(session, toy, journal)
+    trained(session, toy, journal, 20)
+    session.close()
+    assert [floor.step for floor in floors_of(far)] == [16]
+    session, toy = session_on(far, far, settings), make_toy()
+    begin(session, toy, journal, seed=7, step=8)
+    trained(session, toy, journal, 3)
+    if tagged:
+        put_tag(far, "run", term=session.status().term, name="good", step=toy.step)
+    trained(session, toy, journal, steps - 3)
+    term = session.status().term
+    session.close()
+    return max((floor for floor in floors_of(far) if floor.term == term), key=lambda f: f.step)
+
+
+def floors_of(tier: MemoryTier) -> list[Floor]:
+    """The floors that its log has."""
+    return [entry for entry in read_log(tier, "run") if isinstance(entry, Floor)]
+
+
+def test_a_floor_of_another_branch_does_not_hold_this_ones_down() -> None:
+    """It has left nothing below it of what both have, and that ends where the fork is."""
+    assert branched(KeptTier("far"), Journal(), 8, tagged=False).step == 12
+
+
+def test_a_tag_below_a_floor_of_another_branch_keeps_its_chain() -> None:
+    """That floor has not passed it: its chain is still there, and stays."""
+    far, journal = KeptTier("far"), Journal()
+    assert branched(far, journal, 20, tagged=True).step == 8
+    session = session_on(far, far)
+    restored = session.restore(step=11)
+    session.close()
+    assert restored is not None
+    journal.assert_same(restored)
