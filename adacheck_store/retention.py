@@ -118,6 +118,20 @@ def _lowest(catalog: Catalog, terms: Sequence[str]) -> int:
     return max(found, default=0)
 
 
+def _held(catalog: Catalog, terms: Sequence[str]) -> set[int]:
+    """Steps of the line that a floor keeps and none lets go: another branch may have let go what
+    this one keeps, and keep what was never of this one."""
+    line, floors = tolerant_line(catalog, terms[-1]), _floors(catalog, terms)
+    found = set()
+    for step in {step for floor in floors for step in floor.kept}:
+        term = next((segment.term for segment in line if segment.covers(step)), None)
+        of_it = [floor for floor in floors if term is None or term in floor.terms]
+        if any(step in floor.kept for floor in of_it):
+            if term is None or not any(floor.covers(term, "base", step) for floor in of_it):
+                found.add(step)
+    return found
+
+
 def _floors(catalog: Catalog, terms: Collection[str]) -> list[Floor]:
     found = [floor for floors in catalog.floors.values() for floor in floors]
     return [floor for floor in found if not set(terms).isdisjoint(floor.terms)]
@@ -155,7 +169,7 @@ def plan_floor(
     if choice is None:
         return None
     read_back(tier, choice.bases)
-    before = {step for floor in _floors(catalog, terms) for step in floor.kept}
+    before = _held(catalog, terms)
     plans = [plan for plan in plans if plan.step < choice.step]
     bad: set[int] = set()
     while True:
@@ -203,7 +217,7 @@ def _kept(
     found: dict[int, tuple[str, ...]] = {}
     if retention is None:
         # Also what cannot be proven now: what is damaged may be mended yet.
-        held = {step for floor in _floors(catalog, choice.terms) for step in floor.kept}
+        held = _held(catalog, choice.terms)
         found = {step: ("kept",) for step in held if step < choice.step}
     elif plans:
         found = chosen(retention, facts_of(tier, plans, retention))

@@ -87,42 +87,46 @@ def trained(session: RunSession, toy: Toy, journal: Journal, steps: int) -> None
         until(lambda: upkeep.resting, "upkeep rests")
 
 
-def branched(far: MemoryTier, journal: Journal, steps: int, *, tagged: bool) -> Floor:
-    """A run whose floor is step 16, gone on with from step 8, which it kept: the new floor."""
-    settings = Settings(base_every=4, object_lag=2, grace_s=0.0,
-                        retention=Retention(last=2, every=8))  # fmt: skip
+def go_on(
+    far: MemoryTier, journal: Journal, steps: int, every: int | None, *, tag: int = 0, **how: int
+) -> list[Floor]:
+    """Restore and train; ``every`` so many steps are kept, or what was (None). The new floors."""
+    settings = Settings(base_every=4, object_lag=2, grace_s=0.0, keep_bases=2,
+                        retention=Retention(last=2, every=every) if every else None)  # fmt: skip
     session, toy = session_on(far, far, settings), make_toy()
-    begin(session, toy, journal)
-    trained(session, toy, journal, 20)
-    session.close()
-    assert [floor.step for floor in floors_of(far)] == [16]
-    session, toy = session_on(far, far, settings), make_toy()
-    begin(session, toy, journal, seed=7, step=8)
-    trained(session, toy, journal, 3)
-    if tagged:
-        put_tag(far, "run", term=session.status().term, name="good", step=toy.step)
-    trained(session, toy, journal, steps - 3)
+    begin(session, toy, journal, seed=7 if how else None, **how)
     term = session.status().term
+    for _ in range(steps):
+        trained(session, toy, journal, 1)
+        if toy.step == tag:
+            put_tag(far, "run", term=term, name="good", step=tag)
     session.close()
-    return max((floor for floor in floors_of(far) if floor.term == term), key=lambda f: f.step)
-
-
-def floors_of(tier: MemoryTier) -> list[Floor]:
-    """The floors that its log has."""
-    return [entry for entry in read_log(tier, "run") if isinstance(entry, Floor)]
+    floors = [entry for entry in read_log(far, "run") if isinstance(entry, Floor)]
+    return [floor for floor in floors if floor.term == term]
 
 
 def test_a_floor_of_another_branch_does_not_hold_this_ones_down() -> None:
     """It has left nothing below it of what both have, and that ends where the fork is."""
-    assert branched(KeptTier("far"), Journal(), 8, tagged=False).step == 12
+    far, journal = KeptTier("far"), Journal()
+    assert [floor.step for floor in go_on(far, journal, 20, 8)] == [16]
+    assert go_on(far, journal, 8, 8, step=8)[-1].step == 12
 
 
 def test_a_tag_below_a_floor_of_another_branch_keeps_its_chain() -> None:
     """That floor has not passed it: its chain is still there, and stays."""
     far, journal = KeptTier("far"), Journal()
-    assert branched(far, journal, 20, tagged=True).step == 8
+    go_on(far, journal, 20, 8)
+    assert go_on(far, journal, 20, 8, tag=11, step=8)[-1].step == 8
     session = session_on(far, far)
     restored = session.restore(step=11)
     session.close()
     assert restored is not None
     journal.assert_same(restored)
+
+
+def test_a_step_that_another_branch_kept_and_this_one_let_go_is_not_kept() -> None:
+    """A floor tells of no step that is gone: fsck would call it lost."""
+    far, journal = KeptTier("far"), Journal()
+    assert go_on(far, journal, 28, 8)[-1].kept == (0, 8, 16)
+    assert go_on(far, journal, 16, 20, step=8)[-1].kept == (0,)
+    assert go_on(far, journal, 8, None)[-1].kept == (0,)
