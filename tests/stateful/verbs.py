@@ -12,6 +12,7 @@ from adacheck_store.catalog import Catalog
 from adacheck_store.format.errors import AdaCheckError, TierReadOnlyError, UsageError
 from adacheck_store.format.keys import parse_key
 from adacheck_store.policy import Retention
+from adacheck_store.recovery import tolerant_line
 from adacheck_store.restore import restore_state
 from adacheck_store.retention import standing, tier_catalog
 from adacheck_store.store import Store
@@ -121,7 +122,14 @@ def _wanted(world: World, before: Catalog, floor: int, last: int, every: int) ->
     stood = sorted(plan.step for plan in plans)
     earlier = [found for found in before.floors.get("zarr", before.floors.get("memory", ()))
                if set(terms) & set(found.terms)]  # fmt: skip
-    lowest = max((found.step for found in earlier), default=0)
+    line = tolerant_line(before)
+
+    def of(step: int) -> str:  # a fork step is of both terms, and the parent's
+        return next((segment.term for segment in line if segment.covers(step)), "")
+
+    # A floor of another branch says nothing of this one beyond the fork.
+    lowest = max((step for found in earlier for step in range(found.step + 1)
+                  if of(step) in found.terms), default=0)  # fmt: skip
     above = [step for step in stood if step >= lowest]
     assert floor <= max(lowest, above[-last]), f"{last} of {above} stay, and the floor is {floor}"
     wanted = {step for step in stood if step >= floor}
@@ -132,8 +140,9 @@ def _wanted(world: World, before: Catalog, floor: int, last: int, every: int) ->
             if step < floor:
                 firsts.setdefault(step // every, step)
         return wanted | set(firsts.values())
-    kept = {step for found in earlier for step in found.kept}
-    return wanted | (kept & set(stood))
+    kept = {step for found in earlier for step in found.kept if of(step) in found.terms}
+    gone = {step for step in kept for found in earlier if found.covers(of(step), "base", step)}
+    return wanted | ((kept - gone) & set(stood))
 
 
 def _holders(catalog: Catalog) -> dict[str, set[str]]:
