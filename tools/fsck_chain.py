@@ -192,7 +192,7 @@ def check_floors(
         if segment is None or segment.term not in newest.terms:
             continue
         plan = prover.prove(step)
-        if isinstance(plan, str):
+        if isinstance(plan, str) and not _of_another(alone, segment, step):
             yield finding(kind, plan, tier=tier, key=key)
 
 
@@ -290,7 +290,9 @@ def check_steps(catalog: Catalog, tiers: Sequence[Tier]) -> Iterator[Finding | P
     for step in reasons:
         segment = prover.segment_of(step)
         term = segment.term if segment is not None else ""
-        if segment is not None and _superseded(catalog, segment, step):
+        if segment is not None and (
+            _superseded(catalog, segment, step) or _of_another(catalog, segment, step)
+        ):
             continue
         if step in apart:
             groups["parted", term].append(step)
@@ -307,6 +309,25 @@ def check_steps(catalog: Catalog, tiers: Sequence[Tier]) -> Iterator[Finding | P
                           run=catalog.run)  # fmt: skip
     yield provable(catalog.run, "all", good)
     yield from _branches(catalog, {segment.term for segment in prover.line})
+
+
+def _of_another(catalog: Catalog, segment: Segment, step: int) -> bool:
+    """Whether a floor keeps a step of another branch, of which this one has at most extras.
+
+    What is kept is told by number, so they stay too.
+    """
+    own = (*catalog.bases.items(), *catalog.deltas.items())
+    if any(ref.step == step for (term, _), refs in own if term == segment.term for ref in refs):
+        return False
+    others = {
+        term for (term, _), refs in catalog.bases.items()
+        if term != segment.term and any(ref.step == step for ref in refs)
+    }  # fmt: skip
+    floors = [floor for found in catalog.floors.values() for floor in found]
+    return any(
+        segment.term in floor.terms and step in floor.kept and not others.isdisjoint(floor.terms)
+        for floor in floors
+    )
 
 
 def _superseded(catalog: Catalog, segment: Segment, step: int) -> bool:

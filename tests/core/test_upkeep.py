@@ -12,8 +12,11 @@ from adacheck_store.format.keys import parse_key
 from adacheck_store.format.manifest import Floor
 from adacheck_store.policy import Retention
 from adacheck_store.session import RunSession
+from adacheck_store.store import Store
 from adacheck_store.terms import put_tag, read_log
 from adacheck_store.tiers.memory import MemoryTier
+from adacheck_store.tools.findings import DAMAGE, Finding
+from adacheck_store.tools.fsck import fsck
 from adacheck_store.upkeep import Upkeep
 from tests.core.kit import Journal, KeptTier, begin, make_toy, session_on, train
 from tests.core.toy import Toy
@@ -130,3 +133,13 @@ def test_a_step_that_another_branch_kept_and_this_one_let_go_is_not_kept() -> No
     assert go_on(far, journal, 28, 8)[-1].kept == (0, 8, 16)
     assert go_on(far, journal, 16, 20, step=8)[-1].kept == (0,)
     assert go_on(far, journal, 8, None)[-1].kept == (0,)
+
+
+def test_a_tag_of_another_branch_is_not_missed_in_this_one() -> None:
+    """It stays, and has this line's extras of its number stay: nothing is lost."""
+    far, journal = KeptTier("far"), Journal()
+    go_on(far, journal, 14, None, tag=12)
+    assert go_on(far, journal, 20, None, step=10)[-1].kept == (12,)
+    rows = list(fsck(Store("memory://given", far, far), "run"))
+    assert not [row for row in rows if isinstance(row, Finding) and row.severity == DAMAGE]
+    assert any(key.endswith("extra/000000000012") and "/t000002" in key for key in far.list("run/"))
