@@ -15,6 +15,7 @@ from adacheck_store.session import RunSession
 from adacheck_store.store import Store
 from adacheck_store.terms import put_tag, read_log
 from adacheck_store.tiers.memory import MemoryTier
+from adacheck_store.tools import tag as tags
 from adacheck_store.tools.findings import DAMAGE, Finding
 from adacheck_store.tools.fsck import fsck
 from adacheck_store.upkeep import Upkeep
@@ -66,16 +67,14 @@ def test_pruning_rests_though_a_tag_holds_the_floor(tiers: int) -> None:
     session = session_on(near, far, settings)
     toy, journal = make_toy(), Journal()
     begin(session, toy, journal)
-    train(session, toy, journal, 9)
-    session.flush(60)
+    trained(session, toy, journal, 9)
     put_tag(far, "run", term=session.status().term, name="good", step=4)
     (based,) = [key for key in far.list("run/") if "/base/" in key and parse_key(key).step == 4]
     far.delete([based])
-    train(session, toy, journal, 8)
-    session.flush(60)
+    trained(session, toy, journal, 8)
     upkeep = session._upkeep
     assert upkeep is not None
-    until(lambda: "tag good" in upkeep.notice and upkeep.resting, "pruning rests", 20)
+    assert "tag good" in upkeep.notice
     assert upkeep.progress.far_floor < 4
     session.close()
 
@@ -138,8 +137,10 @@ def test_a_step_that_another_branch_kept_and_this_one_let_go_is_not_kept() -> No
 def test_a_tag_of_another_branch_is_not_missed_in_this_one() -> None:
     """It stays, and has this line's extras of its number stay: nothing is lost."""
     far, journal = KeptTier("far"), Journal()
-    go_on(far, journal, 14, None, tag=12)
-    assert go_on(far, journal, 20, None, step=10)[-1].kept == (12,)
-    rows = list(fsck(Store("memory://given", far, far), "run"))
+    store = Store("memory://given", far, far)
+    go_on(far, journal, 14, None)
+    tags.add(store, "good", "run", step=11)
+    assert go_on(far, journal, 20, None, step=10)[-1].kept == (11,)
+    rows = list(fsck(store, "run"))
     assert not [row for row in rows if isinstance(row, Finding) and row.severity == DAMAGE]
-    assert any(key.endswith("extra/000000000012") and "/t000002" in key for key in far.list("run/"))
+    assert any(key.endswith("extra/000000000011") and "/t000002" in key for key in far.list("run/"))
