@@ -145,9 +145,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed. At least twice a second. ``attended``: trainers of this node are there."""
-
-    attended: bool = True
+    """Time has passed. At least twice a second."""
 
 
 Event = (
