@@ -62,4 +62,4 @@ def test_a_floor_that_was_chosen_before(nodes, here: Node, tmp_path: Path, how: 
     tier = LmdbTier(here.store / "lmdb" / f"{here.name}.{RUN}", readonly=True)
     floors = [entry.step for entry in read_log(tier, RUN) if isinstance(entry, Floor)]
     tier.close()
-    assert max(floors) < int((tmp_path / "chosen").read_text())
+    assert max(floors, default=-1) < int((tmp_path / "chosen").read_text())

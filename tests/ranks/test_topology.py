@@ -101,7 +101,9 @@ def test_with_an_agent(tmp_path):
     finally:
         stop = [sys.executable, *command, "--node", "node-a", "--stop"]
         assert subprocess.run(stop, cwd=ROOT, timeout=120, check=False).returncode == 0
-    assert last.every("restored", "tiers") == [["agent node-a"]]
+    (tiers,) = last.every("restored", "tiers")
+    assert tiers[0] == "agent node-a"
+    assert set(tiers) <= {"agent node-a", "zarr"}  # a base may come from where it was drained
 
 
 @pytest.mark.slow
