@@ -314,8 +314,15 @@ def check_steps(catalog: Catalog, tiers: Sequence[Tier]) -> Iterator[Finding | P
 def _of_another(catalog: Catalog, segment: Segment, step: int) -> bool:
     """Whether a floor keeps a step of another branch, of which this one has at most extras.
 
-    What is kept is told by number, so they stay too.
+    What is kept is told by number, so they stay too. Were this one's own step lost altogether, it
+    could not be told from that.
     """
+    keeping = [
+        floor for found in catalog.floors.values() for floor in found
+        if step in floor.kept and segment.term in floor.terms
+    ]  # fmt: skip
+    if not keeping:  # nearly always, and what follows looks through all records
+        return False
     own = (*catalog.bases.items(), *catalog.deltas.items())
     if any(ref.step == step for (term, _), refs in own if term == segment.term for ref in refs):
         return False
@@ -323,11 +330,7 @@ def _of_another(catalog: Catalog, segment: Segment, step: int) -> bool:
         term for (term, _), refs in catalog.bases.items()
         if term != segment.term and any(ref.step == step for ref in refs)
     }  # fmt: skip
-    floors = [floor for found in catalog.floors.values() for floor in found]
-    return any(
-        segment.term in floor.terms and step in floor.kept and not others.isdisjoint(floor.terms)
-        for floor in floors
-    )
+    return any(not others.isdisjoint(floor.terms) for floor in keeping)
 
 
 def _superseded(catalog: Catalog, segment: Segment, step: int) -> bool:
