@@ -112,7 +112,7 @@ def test_one_near_tier_is_lost(tmp_path, trained):
     lost = second.every("restored", "lost")
     assert lost[0] == lost[1] >= 0
     reasons = second.every("restored", "reasons")
-    if lost[0]:
+    if lost[0] > WINDOW + 1:  # fewer may be what was still on its way from rank 0
         assert any("p000001" in text or "r000001" in text for text in reasons[1])
     others = ["lmdb:node-a.r0"] if launcher.kind == "ddp" else []  # rank 0 writes for it
     assert second.every("restored", "tiers")[1] == [*others, "zarr"]

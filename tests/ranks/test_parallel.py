@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from adacheck_store.catalog import read_catalog
 from adacheck_store.format.layout import whole_box
 from adacheck_store.placement import Node
 from adacheck_store.redundancy.assign import Topology
@@ -17,7 +18,8 @@ from adacheck_store.store import open_store
 from adacheck_store.tools.restore import restore
 from tests.ranks.parallel import bare
 from tests.ranks.test_shared import count_exchanges, kept, revisions
-from tests.ranks.worker import STEPS, Launcher, check_against
+from tests.ranks.worker import BASE_EVERY, STEPS, Launcher, check_against
+from tests.waits import until
 
 pytestmark = pytest.mark.fault
 
@@ -34,6 +36,7 @@ def killed_and_restored(tmp_path, kind: str, ranks: int, **options):
     store = tmp_path / "store"
     first = launcher.start(store, hold=10)
     first.until(10)
+    until(lambda: folded(store, BASE_EVERY), "a base of every part")
     first.kill(ranks - 1)
     check_against(reference, first)
     second = launcher.start(store, before_attach=count_exchanges, **options)
@@ -43,6 +46,13 @@ def killed_and_restored(tmp_path, kind: str, ranks: int, **options):
     assert second.every("final", "digest") == [known[STEPS][0] for known in reference]
     assert second.every("stored", "mismatch") == [""] * ranks
     return second, store
+
+
+def folded(store, step: int) -> bool:
+    """Whether every part has a base of a step, or of a later one."""
+    with open_store(store.as_uri()) as opened:
+        bases = read_catalog(opened.tiers, "e2e").bases.values()
+    return all(any(ref.step >= step for ref in refs) for refs in bases)
 
 
 def held(
