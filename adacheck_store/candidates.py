@@ -26,7 +26,7 @@ from .catalog import Catalog, may_pass, read_catalog
 from .deaths import Ceiling
 from .fetch import BlocksLostError, Fetcher
 from .group import SOLO, Group, lead, share
-from .nearness import NOWHERE, Nearness, nearer
+from .nearness import NOWHERE, Nearness, nearer, seen_from
 from .parting import REASON_MAX, harm_of, parted
 from .plan_json import decode_plan, encode_plan
 from .recovery import RestorePlan, plan_restore
@@ -158,7 +158,8 @@ def carry_out(
 
         def attempt() -> dict[str, Any]:
             try:
-                results.append(work(fetcher, plan))  # noqa: B023  # used in this round alone
+                mine = seen_from(plan, near.here)  # noqa: B023  # used in this round alone
+                results.append(work(fetcher, mine))  # noqa: B023
             except (BlocksLostError, ReplayMismatchError) as error:
                 damages.append(error)  # noqa: B023
                 return _harm(error)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from adacheck_store.format import strict
@@ -17,6 +17,9 @@ from .recovery import PartPlan, RestorePlan
 REASONS_MAX = 50
 TEXT_MAX = 2000
 """Characters of a reason that are passed on."""
+
+PART = "part", "layout", "link", "base", "deltas"
+"""The fields of a part by itself."""
 
 
 def encode_plan(plan: RestorePlan) -> Any:
@@ -38,15 +41,23 @@ def _encode(plan: RestorePlan, made: list[Any], places: dict[int, int]) -> dict[
         "manifest": plan.manifest.seal().raw.decode(), "manifest_id": plan.manifest_id,
         "parts": [
             {
-                "part": part.part, "layout": part.layout, "link": part.link,
-                "base": _encode_ref(part.base), "deltas": [_encode_ref(r) for r in part.deltas],
+                **_encode_part(part),
                 "origin": -1 if part.origin is None else places[id(part.origin)],
+                "ways": {place: _encode_part(way) for place, way in part.ways.items()},
             }
             for part in plan.parts
         ],
         "extras": {rank: [_encode_ref(r) for r in refs] for rank, refs in plan.extras.items()},
         "reasons": [_clean(reason) for reason in plan.reasons[:REASONS_MAX]],
         "passed_over": plan.passed_over,
+    }  # fmt: skip
+
+
+def _encode_part(part: PartPlan) -> dict[str, Any]:
+    """A part by itself: ways have neither origins nor ways."""
+    return {
+        "part": part.part, "layout": part.layout, "link": part.link,
+        "base": _encode_ref(part.base), "deltas": [_encode_ref(ref) for ref in part.deltas],
     }  # fmt: skip
 
 
@@ -84,10 +95,21 @@ def _decode(value: Any, made: Sequence[RestorePlan]) -> RestorePlan:
 
 
 def _decode_part(value: Any, made: Sequence[RestorePlan]) -> PartPlan:
-    found = strict.fields(value, "part", "layout", "link", "base", "deltas", "origin")
+    found = strict.fields(value, "origin", "ways")
     origin = strict.integer(found["origin"])
-    return PartPlan(
+    return replace(
+        _decode_way(found),
         origin=None if origin == -1 else made[strict.count(origin)],
+        ways={
+            strict.text(place): _decode_way(way)
+            for place, way in strict.fields(found["ways"]).items()
+        },
+    )
+
+
+def _decode_way(value: Any) -> PartPlan:
+    found = strict.fields(value, *PART)
+    return PartPlan(
         part=strict.text(found["part"]), layout=strict.text(found["layout"]),
         link=strict.text(found["link"]), base=_decode_ref(found["base"]),
         deltas=_refs(found["deltas"]),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from adacheck_store.format.errors import ChainBrokenError, NotProvableError, RestoreError
 from adacheck_store.format.manifest import Manifest
@@ -23,7 +23,7 @@ class PartPlan:
     """What to fold for a part; ``link`` is its link id at the step.
 
     ``origin`` is the plan of the fork step from which a derived base gets its bytes; it is one
-    object for all parts that begin there.
+    object for all parts that begin there. ``ways`` give the same to who is elsewhere (`nearness`).
     """
 
     part: str
@@ -32,6 +32,7 @@ class PartPlan:
     deltas: tuple[RecordRef, ...]
     link: str
     origin: RestorePlan | None = None
+    ways: Mapping[str, PartPlan] = field(default_factory=dict)
 
     @property
     def step(self) -> int:
@@ -70,9 +71,10 @@ class RestorePlan:
 
     @property
     def records(self) -> list[RecordRef]:
-        """All bases and deltas that are read."""
+        """All bases and deltas that are read, by any rank."""
         parts = [part for level in self.levels for plan in level for part in plan.parts]
-        return [ref for part in parts for ref in (part.base, *part.deltas)]
+        ways = (way for part in parts for way in (part, *part.ways.values()))
+        return [ref for way in ways for ref in (way.base, *way.deltas)]
 
 
 def line_of(catalog: Catalog, term: str = "") -> tuple[Segment, ...]:
@@ -192,8 +194,7 @@ class Prover:
     def doubt(self, step: int) -> str:
         """Why a step is offered only where it is asked for; empty if it is no worse than others.
 
-        Where copies have come apart, one of them was kept between the last step at which they were
-        equal and the one at which that was found.
+        From copies that have come apart one was kept until that was found.
         """
         return doubt(self.line, step)
 
@@ -379,9 +380,7 @@ def plan_restore(
     )  # fmt: skip
 
 
-def _oldest(
-    prover: Prover, ceiling: Ceiling, steps: Sequence[int], newest: int
-) -> RestorePlan:  # fmt: skip
+def _oldest(prover: Prover, ceiling: Ceiling, steps: Sequence[int], newest: int) -> RestorePlan:
     """The oldest provable step where nothing provable is as old as the ceiling asks for."""
     plan = prover.prove(steps[0])
     assert isinstance(plan, RestorePlan)

@@ -115,17 +115,18 @@ class Crew:
 
     @property
     def near_to(self) -> Nearness:
-        """For every part its rank's own agent, with its LMDB, all agents, and all LMDBs too."""
-        memories = frozenset(f"agent {name}" for name in self._endpoints)
-        disks = frozenset(f"lmdb of {name}" for name in self._endpoints)
-        return {
-            part_name(rank): (
-                frozenset({f"agent {about['node']}"}),
-                frozenset({f"agent {about['node']}", f"lmdb of {about['node']}"}),
-                memories, memories | disks,
-            )
-            for rank, about in enumerate(self._abouts)
-        }  # fmt: skip
+        """To every node its own agent, with its LMDB; then all agents, and all LMDBs too."""
+        memory = {name: f"agent {name}" for name in self._endpoints}
+        disk = {name: f"lmdb of {name}" for name in self._endpoints}
+        memories, disks = frozenset(memory.values()), frozenset(disk.values())
+        return Nearness(
+            here=self._options.node,
+            places={
+                name: (frozenset({memory[name]}), frozenset({memory[name], disk[name]}))
+                for name in {about["node"] for about in self._abouts}
+            },
+            common=(memories, memories | disks),
+        )
 
     def _agree_on_key(self, own: Peer) -> Credentials:
         """One key for the run: an existing one wins, since agents without trainers know it."""

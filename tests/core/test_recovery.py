@@ -14,7 +14,8 @@ from adacheck_store.catalog import Catalog, Gaps, RecordRef
 from adacheck_store.format.errors import NotProvableError, RestoreError
 from adacheck_store.format.manifest import Manifest, PartEntry
 from adacheck_store.format.redundancy import HeldPart, Redundancy
-from adacheck_store.nearness import nearer
+from adacheck_store.nearness import Nearness, nearer, seen_from
+from adacheck_store.plan_json import decode_plan, encode_plan
 from adacheck_store.recovery import Prover, RestorePlan, plan_restore, tolerant_line
 from tests.core.histories import RUN, TIERS, Author, History, Oracle, damaged, digest
 
@@ -88,7 +89,14 @@ def test_rather_a_longer_fold_than_a_base_from_afar():
         except RestoreError:
             continue
         near = (frozenset(rng.sample(TIERS, 1)), frozenset(rng.sample(TIERS, 2)))
-        found = nearer(plan, catalog, {part.part: near for part in plan.parts})
+        whole = nearer(plan, catalog, Nearness(here="here", places={"here": near}))
+        assert decode_plan(encode_plan(whole)) == whole
+        assert seen_from(whole, "elsewhere") == plan
+        found = seen_from(whole, "here")
+        assert {ref.key for ref in (*found.records, *plan.records)} == {
+            ref.key for ref in whole.records
+        }
+        assert nearer(plan, catalog, Nearness(common=near)) == found
         carry_out(found, author.history, None)
         for before, part in zip(plan.parts, found.parts, strict=True):
             assert part.link == before.link
