@@ -82,6 +82,7 @@ class AgentCore:
         self._foldable = False
         self._bases = 0
         self._serial = 0
+        self._attended = True
         self._handlers: dict[type[Any], Callable[[Any, float], Iterable[Command]]] = {
             ev.Opened: self._opened, ev.Offered: self._offered, ev.Stored: self._stored,
             ev.Failed: self._failed, ev.Sync: self._sync, ev.Closed: self._closed,
@@ -367,8 +368,9 @@ class AgentCore:
             return
 
     def _worth(self, plan: PartPlan) -> bool:
-        """True for a fold that brings much, makes room, or gives a base that is drained."""
+        """True for one that brings much, room or a base to drain; for any before a restore here."""
         many = len(plan.deltas) >= self.settings.fold_every
+        many = many or (self.view.owns(plan.part) and not self._attended)
         return many or plan.part in self._pressed or plan.step < self.view.watermark
 
     # Trainers and peers ----------------------------------------------------------------------
@@ -394,5 +396,5 @@ class AgentCore:
 
     def _tick(self, event: ev.Tick, now: float) -> Iterable[Command]:
         reseat(self.view, now, self.settings.away_s)
-        self._foldable = True  # what there was no room for, perhaps
+        self._foldable, self._attended = True, event.attended  # there may be room by now
         return ()

@@ -145,7 +145,9 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed. At least twice a second."""
+    """Time has passed. At least twice a second. ``attended``: trainers of this node are there."""
+
+    attended: bool = True
 
 
 Event = (

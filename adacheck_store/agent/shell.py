@@ -42,6 +42,9 @@ log = logging.getLogger(__name__)
 
 TICK_S = 0.4
 
+ALONE_S = 1.0
+"""So long after the last word from this node all is folded: a restore is what comes next."""
+
 
 @dataclass(slots=True)
 class _Ticket:
@@ -304,7 +307,7 @@ class Shell:
                     if peer is not None and peer.busy and caller.alive():
                         peer.heard_at = now  # it takes what it is sent, and answers pings
             try:
-                self.tell(ev.Tick())
+                self.tell(ev.Tick(attended=now - self.active_at < ALONE_S))
             except Exception:
                 log.exception("a tick failed")
 

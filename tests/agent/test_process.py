@@ -227,3 +227,17 @@ def test_second_agent_names_the_first(here: Node, nodes: Callable[[str], Node]) 
     stop = here.run("adacheck_store", "agent", here.url, "--run", RUN, "--node", "a", "--stop")
     assert stop.wait(60) == 0
     assert first.wait(60) == 0
+
+
+def test_what_a_trainer_that_died_has_left_is_folded(here: Node) -> None:
+    """All that the watermark allows, before there is a restore."""
+    trainer = Trainer(here, 5)
+    trainer.reach(5)
+    trainer.kill()
+
+    def folded() -> bool:
+        time.sleep(0.2)
+        told = here.status()
+        return told["chains"]["p000000"]["replica_step"] == told["watermark"] == 4
+
+    until(folded, "all is folded")

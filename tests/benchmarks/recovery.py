@@ -44,6 +44,8 @@ BIG, SMALL = 20, 2
 """Matrices: 1007 MB of state against `torch.load`, 101 MB by source."""
 
 STEPS, BASE_EVERY = 6, 4
+MORE = 3
+"""Steps that are trained after each recovery, for the next one to find."""
 TRIES, PAIRS = 20, 5
 
 
@@ -91,24 +93,33 @@ class Trainer:
 
     def train(self) -> None:
         """A few steps, kept in all tiers."""
-        grads = [torch.randn(SIDE, SIDE).mul_(1e-2).bfloat16().float() for _ in range(2)]
         with self.attach() as ckpt:
             ckpt.restore()
-            for number in range(STEPS):
-                for at, parameter in enumerate(self.model.parameters()):
-                    parameter.grad = grads[(at + number) % 2]
-                self.optimizer.step()
-                ckpt.flush(300.0, far=False)
-            until(self._settled, "the own agent has folded and drained", 300.0)
+            self.steps(ckpt, STEPS)
+        self.settle()
+
+    def steps(self, ckpt: ada.Checkpointer, count: int) -> None:
+        """So many steps, each kept before the next."""
+        grads = [torch.randn(SIDE, SIDE).mul_(1e-2).bfloat16().float() for _ in range(2)]
+        for number in range(count):
+            for at, parameter in enumerate(self.model.parameters()):
+                parameter.grad = grads[(at + number) % 2]
+            self.optimizer.step()
+            ckpt.flush(300.0, far=False)
         for parameter in self.model.parameters():
             parameter.grad = None
 
-    def _settled(self) -> bool:
-        """Whether the own agent has folded to its last drained base, and has nothing to drain."""
-        told = self.nodes[0].status()
-        waiting = [drain["waiting_records"] for drain in told["drains"].values()]
-        folded = told["chains"]["p000000"]["replica_step"] >= STEPS - STEPS % BASE_EVERY
-        return folded and not any(waiting)
+    def settle(self) -> None:
+        """Wait until the own agent, whose trainer is gone, has done what it does by itself."""
+
+        def settled() -> bool:
+            time.sleep(0.5)  # who asks all the time is taken for somebody who is there
+            told = self.nodes[0].status()
+            waiting = [drain["waiting_records"] for drain in told["drains"].values()]
+            folded = told["chains"]["p000000"]["replica_step"] == told["watermark"]
+            return folded and not any(waiting)
+
+        until(settled, "the own agent has folded and drained", 300.0)
 
     def digest(self) -> float:
         """Something of the state that another one would not have."""
@@ -174,14 +185,16 @@ def _against_torch_load(trainer: Trainer, file: Path) -> Iterator[Row]:
     a process of its own: one that has loaded before reuses its memory, and takes a fourth.
     """
     model, optimizer = trainer.model, trainer.optimizer
-    kept = trainer.digest()
+    kept, step = trainer.digest(), STEPS
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
     found: dict[str, list[float]] = defaultdict(list)
     said = ""
     for number in range(PAIRS + 1):
-        told = [_apart(trainer, what, file) for what in ("restore", "load", "load all")]
-        ours = told[0]
-        assert (ours.pop("step"), ours.pop("digest")) == (STEPS, kept), ours
+        ours = _apart(trainer, "restore", file)
+        assert (ours.pop("step"), ours.pop("digest")) == (step, kept), ours
+        kept, step = ours.pop("trained"), step + MORE
+        trainer.settle()
+        told = [ours, *(_apart(trainer, what, file) for what in ("load", "load all"))]
         tiers = ours.pop("tiers")
         assert set(tiers) == {"agent a"}, tiers
         said = f"{sum(tiers.values()) / 1e6:.0f} MB read, {ours.pop('deltas')} deltas folded"
@@ -236,7 +249,7 @@ def main(what: str, folder: Path, count: int, file: Path) -> None:
 
 def _restored(trainer: Trainer) -> dict[str, Any]:
     """A restore: seconds from its plan and from its claim until all is loaded, and until the term
-    is open and memory for capture is made."""
+    is open and memory for capture is made; then a few steps more."""
     load, fetch, marks = checkpointer.load, restore.fetch_parts, {}
 
     def timed_fetch(*args: Any) -> Any:
@@ -253,11 +266,13 @@ def _restored(trainer: Trainer) -> dict[str, Any]:
         began = time.perf_counter()
         report = ckpt.restore()
         ready = time.perf_counter()
-        return {
+        told = {
             "loaded": marks["loaded"] - marks["planned"], "claimed": marks["loaded"] - began,
             "ready": ready - began, "step": report.step, "digest": trainer.digest(),
             "tiers": report.tiers, "deltas": report.certificate.deltas,
         }  # fmt: skip
+        trainer.steps(ckpt, MORE)
+    return {**told, "trained": trainer.digest()}
 
 
 def _by_source(trainer: Trainer) -> Iterator[Row]:

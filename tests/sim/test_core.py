@@ -234,6 +234,25 @@ def to_the_watermark(agent: AgentCore) -> list[ev.Command]:
     return agent.handle(report("b", ((0, 3),)), 0.2)
 
 
+def test_all_is_folded_where_trainers_are_gone() -> None:
+    agent = core(places=0, fold_every=100)
+    assert not of(ev.Fold, to_the_watermark(agent))
+    assert not of(ev.Fold, agent.handle(ev.Tick(), 0.7))
+    (fold,) = of(ev.Fold, agent.handle(ev.Tick(attended=False), 1.2))
+    assert fold.step == agent.view.watermark == 2
+
+
+def test_a_holder_without_trainers_folds_many_at_a_time() -> None:
+    """Those of the part train on, elsewhere: at every step it would touch the whole state."""
+    agent = core("b", places=0, fold_every=100)
+    agent.handle(report("a", ((0, 3),)), 0.1)
+    refs = [ref("base", 0), ref("extra", 0)]
+    refs += [ref(kind, step) for step in (1, 2, 3) for kind in ("delta", "extra")]
+    agent.handle(ev.Stored("", tuple(refs), RAM), 0.2)
+    assert agent.view.watermark == 2
+    assert not of(ev.Fold, agent.handle(ev.Tick(attended=False), 1.2))
+
+
 def test_the_watermark_folds_and_then_drops() -> None:
     agent = core(places=0, fold_every=1)
     out = to_the_watermark(agent)

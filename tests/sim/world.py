@@ -126,7 +126,7 @@ class Agent:
 
     def _tick(self, boot: str) -> None:
         if self.alive and boot == self.boot:
-            self.tell(ev.Tick())
+            self.tell(ev.Tick(attended=self.world.now % 8.0 < 4.0))  # whatever trainers do
             self.world.after(0.5, self._tick, boot)
 
     @property
