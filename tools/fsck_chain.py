@@ -214,13 +214,13 @@ def check_holes(tier: str, alone: Catalog, bad: set[str]) -> Iterator[Finding]:
         for place, refs in sorted(table.items()):
             floor = _floor_of(alone.floors.get(tier, ()), place[0])
             steps = {ref.step for ref in refs if ref.step >= floor}
-            if not steps:
-                continue
+            alone_there = _by_themselves(alone, place[0], steps) if kind == "extra" else set()
+            end = max(steps - alone_there, default=-1)
             first = max(floor, _first(alone, place[0]) + 1)
             declared = _gaps(alone, place[0])
             prefix = f"{alone.run}/{place[0]}/{place[1]}/{kind}/"
             named = {int(key[len(prefix) :][:12]) for key in bad if key.startswith(prefix)}
-            for low, high in _missing(first, steps, declared):
+            for low, high in _missing(first, end, steps, declared):
                 if sum(low <= step <= high for step in named) < high - low + 1:
                     which = f"{low}..{high}" if high > low else str(low)
                     yield finding("hole", f"no {kind} of steps {which} of {place[1]}", tier=tier,
@@ -228,10 +228,16 @@ def check_holes(tier: str, alone: Catalog, bad: set[str]) -> Iterator[Finding]:
     yield from _first_bases(tier, alone)
 
 
-def _missing(first: int, steps: set[int], declared: Gaps) -> Iterator[tuple[int, int]]:
-    """Ranges between ``first`` and the last of ``steps`` that are neither held nor in a gap."""
+def _by_themselves(alone: Catalog, term: str, steps: set[int]) -> set[int]:
+    """Steps with a base, and nothing right before: tags may have put them there, ahead of what is
+    yet to be drained."""
+    based = {ref.step for (of, _), refs in alone.bases.items() if of == term for ref in refs}
+    return {step for step in steps & based if step - 1 not in steps}
+
+
+def _missing(first: int, end: int, steps: set[int], declared: Gaps) -> Iterator[tuple[int, int]]:
+    """Ranges from ``first`` to ``end`` that are neither among ``steps`` nor in a gap."""
     held = [*((step, step) for step in steps), *declared.spans]
-    end = max(steps)
     for low, high in Gaps(held).spans:
         if first < low <= end:
             yield first, low - 1

@@ -19,6 +19,8 @@ from adacheck_store.store import Store
 from adacheck_store.tiers.zarr_packs import expand
 from adacheck_store.tools import tag as tags
 from adacheck_store.tools.compact import compact as compact_verb
+from adacheck_store.tools.findings import Finding
+from adacheck_store.tools.fsck import fsck
 from adacheck_store.tools.gc import Ages, gc
 from adacheck_store.tools.repair import LEFT, REBUILT, SET_ASIDE, repair
 from tests.stateful.trainers import DONE, RUN
@@ -180,9 +182,19 @@ def mend(world: World) -> None:
         assert before <= set(world.places(world.catalog(store))), "a repair has lost a step"
         if not _no_objects(world, store):
             _mend_tags(world, store)
-    if not again and not world.damaged and not world.lost:
+            _mend_floor(store)
+        bare = any(row.kind == "floor" for row in fsck(store, RUN) if isinstance(row, Finding))
+    if not again and not world.damaged and not world.lost and not bare:
         DONE["whole again"] += world.planted
         world.planted = False  # from here on it is as good as any
+
+
+def _mend_floor(store: Store) -> None:
+    """A floor whose base was set aside gets a new one, as its finding says."""
+    floors = tier_catalog(store.far, RUN).floors.get(store.far.traits.name, ())
+    for step in [max(floor.step for floor in floors)] if floors else []:
+        with suppress(AdaCheckError):
+            list(compact_verb(store, RUN, to=step))
 
 
 def _mend_tags(world: World, store: Store) -> None:

@@ -14,6 +14,7 @@ import torch
 import adacheck_store.format
 from adacheck_store.arrays import byte_view
 from adacheck_store.boundary import Link
+from adacheck_store.catalog import read_catalog
 from adacheck_store.format.bodies import ExtraBody
 from adacheck_store.format.canonical import ArrayRef
 from adacheck_store.format.errors import (
@@ -46,6 +47,7 @@ from adacheck_store.tools.findings import (
     finding,
 )
 from adacheck_store.tools.fsck import fsck
+from adacheck_store.tools.fsck_chain import check_holes
 from adacheck_store.tools.fsck_deep import FoldedRow
 from adacheck_store.tools.restore import restore
 from tests.core.toy import Toy
@@ -549,6 +551,20 @@ def test_every_block_of_an_array_is_read(at: int) -> None:
     rows = [row for row in chain.rows() if isinstance(row, Finding) and row.kind == "block"]
     assert rows[-1].what == "9 blocks are wrong in all"
     assert len(rows) == 4
+
+
+def test_an_extra_that_stands_by_its_base_makes_no_hole() -> None:
+    """A tag puts both there ahead of what is yet to be drained."""
+    chain = Chain()
+    chain.tier.delete([chain.key("extra", step) for step in (3, 4, 5)])
+
+    def holes() -> list[str]:
+        alone = read_catalog([chain.tier], RUN)
+        return [row.what for row in check_holes(chain.tier.traits.name, alone, set())]
+
+    assert holes() == []
+    chain.tier.delete([chain.key("base", 6)])
+    assert holes() == ["no extra of steps 3..5 of r000000"]
 
 
 def test_restore_needs_the_extras_whole(tmp_path: Path) -> None:
