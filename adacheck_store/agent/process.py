@@ -105,7 +105,7 @@ class _Agent:
         self._options, self._node, self._place = options, node, place
         self._boot, self._metrics = new_nonce(), ""
         self._memory = memory
-        self._stopping = 0
+        self._asked, self._at_once = threading.Event(), threading.Event()
         self._signal_at: float | None = None
         self._wake = threading.Event()
         self._reached = threading.Event()
@@ -174,7 +174,9 @@ class _Agent:
                 self._shell.credentials = key
 
     def _stop(self, now: bool) -> None:
-        self._stopping = max(self._stopping, 2 if now else 1)
+        if now:
+            self._at_once.set()
+        self._asked.set()
         self._wake.set()
 
     def _signalled(self) -> None:
@@ -209,14 +211,14 @@ class _Agent:
             f"{', '.join([*self._endpoints, *filter(None, [self._metrics])])}"
         )
         said = 0.0
-        while not self._stopping:
+        while not self._asked.is_set():
             self._wake.wait(0.5)
             self._shell.heartbeat(self._server.sessions)
             if self._idle():
                 self._say(f"idle for {self._options.idle_s:g} s, and all is drained: ending")
                 return 0
         self._shell.hurry()
-        while self._stopping < 2 and (self._awaits_trainers() or self._shell.behind):
+        while not self._at_once.is_set() and (self._awaits_trainers() or self._shell.behind):
             if time.monotonic() - said > SAY_S:
                 said = time.monotonic()
                 behind = self._shell.behind

@@ -244,7 +244,11 @@ class Truth:
         if not self.planted:
             kept = {(term, step) for floor in self._newest("zarr", catalog)
                     for term in floor.terms for step in floor.kept}  # fmt: skip
-            assert {step for _, step in _on_line(kept, catalog)} <= steps, "a floor keeps it"
+            named = {step for _, step in _on_line(kept, catalog)}
+            # Told by number: it may be that of a branch that has been left.
+            bases = {(term, ref.step) for (term, _), refs in catalog.bases.items() for ref in refs}
+            elsewhere = {step for _, step in bases - _on_line(bases, catalog)}
+            assert named - elsewhere <= steps, "a floor keeps it"
 
     def _floors_stand(self, store: Store) -> None:
         """What is below its floor a tier can do without: it has the floor's step by itself."""
