@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from adacheck_store.catalog import read_catalog
+from adacheck_store.fetch import Fetcher
 from adacheck_store.format.dtypes import item_bytes
 from adacheck_store.reading import open_layout
 from adacheck_store.store import open_store
@@ -61,6 +62,22 @@ def bases(store: Any, step: int) -> dict[str, int]:
     return found
 
 
+def beside(store: Any, step: int) -> tuple[int, int]:
+    """Bytes of the heads of a step's deltas, and of its extras, of all ranks."""
+    heads = extras = 0
+    with open_store(store.as_uri()) as opened:
+        catalog, fetcher = read_catalog(opened.tiers, "e2e"), Fetcher(opened.tiers)
+        for kind in (catalog.deltas, catalog.extras):
+            for ref in (ref for refs in kind.values() for ref in refs if ref.step == step):
+                sealed = fetcher.head(ref)
+                told = len(sealed.raw) + len(sealed.info)
+                if kind is catalog.deltas:
+                    heads += told
+                else:
+                    extras += told + sum(info.nbytes for info in sealed.head.arrays)
+    return heads, extras
+
+
 @pytest.mark.parametrize(
     ("kind", "ranks", "strategy", "way"),
     [
@@ -88,3 +105,4 @@ def test_real_ranks_keep_what_is_planned(
     assert len(steps) == len(whole) == said.parts == ranks
     assert sum(sum(part.values()) for part in steps.values()) == said.step
     assert sum(whole.values()) == said.base
+    print(said.heads, said.extras, beside(store, STEPS - 1))
