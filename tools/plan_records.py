@@ -72,10 +72,10 @@ def base_head(tensors: int, roles: Sequence[int]) -> int:
 
 @cache
 def extra(shared: int) -> int:
-    """Bytes of a rank's extra: three generators, and a witness of so many states that are shared.
+    """Bytes of a rank's extra: generators, a loader's place, a witness of so many shared states.
 
-    Those of Python, torch and numpy. Generators of devices, a loader's place, and what else a loop
-    tracks come on top.
+    The generators are those of Python, torch and numpy, as they stand and as they stood when the
+    loader began. Those of devices and of the loader, and what else a loop tracks come on top.
     """
     arrays: dict[str, ArrayInfo] = {}
 
@@ -85,12 +85,19 @@ def extra(shared: int) -> int:
         arrays[name] = ArrayInfo(name=name, dtype=dtype, elements=elements, digests=digests)
         return ArrayRef(name, dtype, (elements,))
 
-    rng = {
-        "python": {"version": 3, "words": ref("U32", len(random.getstate()[1]), 4), "gauss": None},
-        "torch": ref("U8", torch.get_rng_state().numel(), 1),
-        "numpy": {"words": ref("U32", 624, 4), "position": 624, "has_gauss": 0, "gauss": 0.0},
-    }
-    tree: dict[str, Any] = {"held": [], "loader": None, "modules": {}, "rng": rng, "tracked": {}}
+    def rng() -> dict[str, Any]:
+        words = ref("U32", len(random.getstate()[1]), 4)
+        return {
+            "python": {"version": 3, "words": words, "gauss": None},
+            "torch": ref("U8", torch.get_rng_state().numel(), 1),
+            "numpy": {"words": ref("U32", 624, 4), "position": 624, "has_gauss": 0, "gauss": 0.0},
+        }
+
+    start = {"rng": rng(), "generators": {}}
+    loader = {"start": start, "consumed": STEP, "state": None, "generators": {}}
+    tree: dict[str, Any] = {
+        "held": [], "loader": loader, "modules": {}, "rng": rng(), "tracked": {}
+    }  # fmt: skip
     if shared:
         tree["witness"] = {"since": STEP, "digests": ref("U8", DIGEST_BYTES * shared, 1)}
     head = _encoded("extra", rank_name(0), tuple(arrays.values()), ExtraBody(tree=tree).to_json())

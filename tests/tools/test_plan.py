@@ -156,7 +156,7 @@ def test_reach_by_hand() -> None:
     agent = next(r for r in found if isinstance(r, ReachRow) and r.policy == "agent")
     roles = 2 * 10**8, 4 * 10**8, 4 * 10**8, 4 * 10**8
     more = 2 * (delta_head(1, 2 * 10**8, roles) + extra(0))
-    assert 20_000 < more < 60_000
+    assert 40_000 < more < 80_000
     sent = 0.4e9 + more
     drained = sent + (2.8e9 + 2 * base_head(1, roles)) / 64
     assert agent.network == pytest.approx((sent + drained) / 2e9)

@@ -28,9 +28,10 @@ def trained(model: nn.Module, where: str) -> dict[str, SealedHead]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     with ada.attach(model, optimizer, run="run", store=where, base_every=STEPS) as run:
         run.restore()
-        for _ in range(STEPS):
+        loader = torch.utils.data.DataLoader(torch.randn(2 * STEPS, 9), batch_size=2, shuffle=True)
+        for batch in run.batches(loader):
             optimizer.zero_grad()
-            model(torch.randn(2, 9)).sum().backward()
+            model(batch).sum().backward()
             optimizer.step()
             run.end_step()
         run.flush()
