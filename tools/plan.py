@@ -6,16 +6,21 @@ States, parts, holders and owners are those of `adacheck_store.redundancy`; here
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from adacheck_store.format.errors import UsageError
+from adacheck_store.placement import place as hold
 from adacheck_store.redundancy.assign import Assignment, Part
-from adacheck_store.redundancy.states import states
+from adacheck_store.redundancy.costs import MOST_RANKS
+from adacheck_store.redundancy.exchange import Ranks
+from adacheck_store.redundancy.states import Keep, states
 
 from .plan_diff import UnsafeRow, nodes_of, unsafe
+from .plan_looks import LookRow, looks
 from .plan_models import Model
+from .plan_records import base_head, delta_head, extra
 from .plan_strategy import Items, Strategy, holdings, merged, place
 from .plan_survival import minimal, simulate, survivals
 from .plan_topology import Cluster
@@ -25,7 +30,8 @@ ENUMERATED_MAX = 50_000
 """Holdings of all ranks up to which each is a state of its own."""
 
 GIB = 1 << 30
-DAY_S = 86_400
+MOMENT_BYTES = 4
+"""Of an element, in each of the optimizer's arrays."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,12 +83,14 @@ class PlanRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostRow:
-    """Bytes of one of `plan_ways.ways`, heads and extras apart; of a rank or node the busiest.
+    """Bytes of one of `plan_ways.ways`; of a rank or node the busiest.
 
-    ``step`` are deltas of one step, each part once; ``base`` the states that agents hold, once.
-    ``step_rank``: what a rank hands to holders, its own node's among them. ``base_rank``: what a
-    rank drains of a base. ``network_node``: what a node sends to others at a step. ``cores_node``:
-    cores that fold.
+    ``step`` are the tensors of one step's deltas, each part once; ``base`` the states that agents
+    hold, once. ``step_rank``: what a rank hands to holders, its own node's among them.
+    ``base_rank``: what a rank drains of a base. ``heads`` are those of a step's deltas,
+    ``extras`` those of a step, each once; ``head_rank`` what a rank owns of heads, ``extra_rank``
+    its extra. From ``network`` on these, and heads of bases, are in. ``network_node``: what a node
+    sends to others at a step. ``cores_node``: cores that fold.
     """
 
     policy: str
@@ -91,6 +99,10 @@ class CostRow:
     step_rank: int
     base: int
     base_rank: int
+    heads: int
+    head_rank: int
+    extras: int
+    extra_rank: int
     network: int
     network_node: int
     ram_node: int
@@ -138,12 +150,12 @@ class SurvivalRow:
     error: float
 
 
-Row = PlanRow | CostRow | ReachRow | SurvivalRow | UnsafeRow
+Row = PlanRow | LookRow | CostRow | ReachRow | SurvivalRow | UnsafeRow
 
 
 def plan(asked: Settings) -> Iterator[Row]:
-    """All rows: what is planned, then costs, reach and survival of each way, and what is
-    unsafe in the other topology, if there is one.
+    """All rows: what is planned, what a look sends, then costs, reach and survival of each way,
+    and what is unsafe in the other topology, if there is one.
 
     Raises `UsageError` for a strategy that does not fit, or too few failure domains for k.
     """
@@ -161,8 +173,11 @@ def plan(asked: Settings) -> Iterator[Row]:
         state_bytes=sum(state.nbytes for state in found), strategy=asked.strategy.kind,
         ranks=world, nodes=asked.cluster.nodes, k=asked.k, counted=counted,
     )  # fmt: skip
+    if world <= MOST_RANKS:
+        yield looks(placed, asked.items.optimizer // MOMENT_BYTES, world)
     assigned = ways(found, topology, asked.k)
-    bills = [_Bill(asked, name, each) for name, each in assigned.items()]
+    placed_at = hold(topology.ranks, topology.nodes, asked.k).holders
+    bills = [_Bill(asked, name, each, placed_at) for name, each in assigned.items()]
     yield from (bill.cost() for bill in bills)
     yield from (bill.reach() for bill in bills)
     for name, each in assigned.items():
@@ -190,48 +205,82 @@ class _Node:
 class _Bill:
     """An assignment, added up."""
 
-    def __init__(self, asked: Settings, name: str, assigned: Assignment) -> None:
+    def __init__(
+        self, asked: Settings, name: str, assigned: Assignment,
+        extras_at: Mapping[int, Sequence[str]],
+    ) -> None:  # fmt: skip
         self._asked, self._name = asked, name
         self._assigned = assigned
         self._nodes: dict[str, _Node] = {name: _Node() for name in asked.cluster.names}
         self._handed: dict[int, int] = defaultdict(int)
         self._owned: dict[int, int] = defaultdict(int)
-        self._step = self._base = self._all = 0
+        self._heads: dict[int, int] = defaultdict(int)
+        self._step = self._base = self._all = self._base_heads = 0
         for part in assigned.parts:
             self._add(part)
+        shared = _shared(assigned)
+        self._extras = {rank: extra(shared[rank]) for rank in extras_at}
+        for rank, nodes in extras_at.items():
+            self._add_extra(assigned.topology.ranks[rank], nodes, self._extras[rank])
 
     def _add(self, part: Part) -> None:
         ranks = self._assigned.topology.ranks
         step = part.step_bytes(self._asked.items.gradient)
         whole = sum(state.nbytes for state in part.states)
+        head, base = self._heads_of(part, step)
+        self._heads[part.owner] += head
+        self._base_heads += base
         self._step += step
         self._all += whole
         self._base += whole if part.holders else 0
         self._owned[part.owner] += whole
         owner = self._nodes[ranks[part.owner]]
-        owner.drained += step
-        owner.drained_bases += whole
+        owner.drained += step + head
+        owner.drained_bases += whole + base
         for holder in part.holders:
             node = self._nodes[holder.node]
-            node.held += whole
-            node.deltas += step
-            node.largest = max(node.largest, whole)
+            node.held += whole + base
+            node.deltas += step + head
+            node.largest = max(node.largest, whole + base)
             node.folded += sum(state.piece.elements for state in part.states)
             self._handed[holder.source] += step
             if not holder.local:
-                node.received += step
-                self._nodes[ranks[holder.source]].sent += step
+                node.received += step + head
+                self._nodes[ranks[holder.source]].sent += step + head
+
+    def _heads_of(self, part: Part, step: int) -> tuple[int, int]:
+        """Bytes of the heads of its delta, which has ``step`` bytes of tensors, and of a base."""
+        pairs = zip(part.states, part.kept, strict=True)
+        kept = sum(state.tensors for state, keep in pairs if keep is not Keep.NOTHING)
+        states, moments = part.states, self._asked.items.optimizer // MOMENT_BYTES
+        optimizer = sum(state.optimizer_bytes for state in states)
+        roles = [sum(state.param_bytes for state in states)]
+        roles += [optimizer // moments] * moments if optimizer else []
+        base = base_head(sum(state.tensors for state in states), roles)
+        return delta_head(kept, step, roles) if part.holders else 0, base
+
+    def _add_extra(self, home: str, nodes: Sequence[str], nbytes: int) -> None:
+        """The extra of a rank, which goes to its own node and to others."""
+        self._nodes[home].drained += nbytes
+        for node in nodes:
+            self._nodes[node].deltas += nbytes
+            if node != home:
+                self._nodes[node].received += nbytes
+                self._nodes[home].sent += nbytes
 
     def cost(self) -> CostRow:
         """Bytes and cores."""
         nodes = self._nodes.values()
+        heads, extras = sum(self._heads.values()), sum(self._extras.values())
         return CostRow(
             policy=self._name, parts=len(self._assigned.parts), step=self._step,
             step_rank=max(self._handed.values(), default=0), base=self._base,
-            base_rank=max(self._owned.values()), network=sum(node.sent for node in nodes),
+            base_rank=max(self._owned.values()), heads=heads, head_rank=max(self._heads.values()),
+            extras=extras, extra_rank=max(self._extras.values()),
+            network=sum(node.sent for node in nodes),
             network_node=max(node.sent for node in nodes), ram_node=max(map(self._ram, nodes)),
             nvme_node=max(self._kept(node.drained_bases, node.drained) for node in nodes),
-            object=self._kept(self._all, self._step),
+            object=self._kept(self._all + self._base_heads, self._step + heads + extras),
             cores_node=max(node.folded for node in nodes)
             / self._asked.cluster.fold_elements_per_s / self._asked.cluster.step_s,
         )  # fmt: skip
@@ -282,6 +331,19 @@ class _Bill:
         have = self._asked.cluster
         most = max(node.drained_bases for node in self._nodes.values())
         return max(most / line, most / (have.disk_gb_s * 1e9), self._all / (have.object_gb_s * 1e9))
+
+
+def _shared(assigned: Assignment) -> Counter[int]:
+    """How many states each rank has in common with others, and witnesses."""
+    alike: Counter[Ranks] = Counter()
+    for part in assigned.parts:
+        for state in part.states:
+            alike[state.copies] += state.tensors
+    found: Counter[int] = Counter()
+    for copies, tensors in alike.items():
+        if len(copies) > 1:
+            found.update(dict.fromkeys(copies, tensors))
+    return found
 
 
 def _survival(asked: Settings, name: str, assigned: Assignment) -> Iterator[SurvivalRow]:

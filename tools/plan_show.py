@@ -9,15 +9,19 @@ from rich.console import Console
 from rich.table import Table
 
 from adacheck_store.format.errors import UsageError
+from adacheck_store.redundancy.costs import MOST_RANKS
 
 from .plan import CostRow, PlanRow, ReachRow, Row, SurvivalRow
 from .plan_diff import UnsafeRow
+from .plan_looks import LookRow
 from .rows import size
 
 _COSTS: tuple[tuple[str, str], ...] = (
     ("step", "a step, in all"), ("step_rank", "a step, handed out by a rank"),
     ("network", "a step, over the network"), ("network_node", "a step, sent by a node"),
     ("base", "a base, held by agents"), ("base_rank", "a base, drained by a rank"),
+    ("heads", "heads of a step, in all"), ("head_rank", "heads of a step, of a rank"),
+    ("extras", "extras of a step, in all"), ("extra_rank", "extra of a step, of a rank"),
     ("ram_node", "RAM of a node"), ("nvme_node", "NVMe of a node"), ("object", "object store"),
 )  # fmt: skip
 
@@ -29,7 +33,9 @@ def print_plan(console: Console, rows: Sequence[Row]) -> None:
         f"{head.model}: {head.parameters:,} parameters, state {size(head.state_bytes)}; "
         f"{head.strategy} on {head.ranks} ranks, {head.nodes} nodes, k={head.k}"
     )
-    console.print(f"counted: {head.counted}; heads and extras apart; a rank or node is the busiest")
+    console.print(f"counted: {head.counted}; a rank or node is the busiest")
+    look = next((row for row in rows if isinstance(row, LookRow)), None)
+    console.print(_looked(look) if look else f"more than {MOST_RANKS} ranks are not compared")
     costs = [row for row in rows if isinstance(row, CostRow)]
     reach = [row for row in rows if isinstance(row, ReachRow)]
     lines = [[words, *(size(getattr(r, name)) for r in costs)] for name, words in _COSTS]
@@ -56,6 +62,13 @@ def print_plan(console: Console, rows: Sequence[Row]) -> None:
     titles = ["less safe", "survived before", "after", "states", "bytes", "of"]
     if lines:
         _print(console, titles, lines)
+
+
+def _looked(look: LookRow) -> str:
+    return (
+        f"to find copies a rank sends {size(look.exchange)} for {look.tensors} tensors, and "
+        f"{size(look.counts)} of lengths; around a ring {size(look.ring)}"
+    )
 
 
 def _print(console: Console, titles: Iterable[str], lines: Iterable[Iterable[str]]) -> None:

@@ -195,7 +195,7 @@ def _check(model: Model, strategy: Strategy, world: int) -> None:
         )
 
 
-def _range(elements: int, at: int, of: int) -> tuple[int, int]:
+def shard_range(elements: int, at: int, of: int) -> tuple[int, int]:
     """The flat range of one shard; shards differ by one element at most."""
     return at * elements // of, (at + 1) * elements // of
 
@@ -219,7 +219,7 @@ def holdings(placed: Iterable[Placed], item: Items) -> dict[int, list[Holding]]:
 def _sides(shards: Cells, elements: int, item: int) -> dict[int, Side]:
     found = {}
     for at, copies in enumerate(shards):
-        start, stop = _range(elements, at, len(shards))
+        start, stop = shard_range(elements, at, len(shards))
         if stop > start:
             side = Side(
                 piece=Piece(flat=(start, stop)), copies=copies, nbytes=(stop - start) * item
@@ -244,13 +244,15 @@ def merged(placed: Iterable[Placed], item: Items) -> Iterator[State]:
         first, *others = names[params, optimizer]
         name = f"{first} and {len(others)} alike" if others else first
         for at, copies in enumerate(optimizer):
-            total = 0
+            total = tensors = 0
             for elements, count in sizes.items():
-                start, stop = _range(elements, at, of)
+                start, stop = shard_range(elements, at, of)
                 total += count * (stop - start)
+                tensors += count if stop > start else 0
             if total:
                 yield State(
                     scope="", name=name, piece=Piece(flat=(0, total)), copies=copies,
                     param=params[at * len(params) // of], optimizer=copies,
                     param_bytes=total * item.param, optimizer_bytes=total * item.optimizer,
+                    tensors=tensors,
                 )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -16,6 +16,7 @@ from adacheck_store.redundancy.assign import (
     Topology,
     assign,
 )
+from adacheck_store.redundancy.costs import MOST_RANKS
 from adacheck_store.redundancy.exchange import Ranks
 from adacheck_store.redundancy.sighting import Piece
 from adacheck_store.redundancy.states import Keep, State
@@ -24,10 +25,13 @@ from adacheck_store.redundancy.states import Keep, State
 def ways(found: Sequence[State], topology: Topology, k: int) -> Mapping[str, Assignment]:
     """By name: a run with ``redundancy="off"`` and ``"auto"``, then each policy.
 
+    Among more than `MOST_RANKS` ranks a run does not look for copies.
+
     Raises `UsageError` for too few failure domains.
     """
+    shared = dealt if len(topology.ranks) <= MOST_RANKS else apart
     told = {policy.value: assign(found, topology, k=k, policy=policy) for policy in Policy}
-    run = {"off": apart(found, topology), "auto": dealt(found, topology)}
+    run = {"off": apart(found, topology), "auto": shared(found, topology)}
     return {name: held(each, k) for name, each in run.items()} | told
 
 
@@ -57,6 +61,7 @@ def dealt(found: Sequence[State], topology: Topology) -> Assignment:
     mine: dict[int, list[State]] = {rank: [] for rank in sorted(topology.ranks)}
     for (copies, *_), states in alike.items():
         total = sum(state.piece.elements for state in states)
+        tensors = sum(state.tensors for state in states)
         for at, rank in enumerate(sorted(copies)):
             start, stop = (total * edge // len(copies) for edge in (at, at + 1))
             if stop > start:
@@ -66,6 +71,7 @@ def dealt(found: Sequence[State], topology: Topology) -> Assignment:
                         piece=Piece(flat=(start, stop)),
                         param_bytes=sum(s.param_bytes for s in states) * share // total,
                         optimizer_bytes=sum(s.optimizer_bytes for s in states) * share // total,
+                        tensors=tensors * (at + 1) // len(copies) - tensors * at // len(copies),
                     )
                 )
     return _written(mine, topology)
@@ -75,9 +81,11 @@ def apart(found: Sequence[State], topology: Topology) -> Assignment:
     """Every rank writes all that it has: of what others step the parameters, as one state."""
     mine: dict[int, list[State]] = {rank: [] for rank in sorted(topology.ranks)}
     bare: dict[Ranks, int] = defaultdict(int)
-    own = dict.fromkeys(mine, 0)
+    pieces: dict[Ranks, Counter[Ranks]] = defaultdict(Counter)
+    own, others = dict.fromkeys(mine, 0), dict.fromkeys(mine, 0)
     for state in found:
         bare[state.param] += state.param_bytes
+        pieces[state.param][state.optimizer] += state.tensors
         for rank in state.copies:
             alone = frozenset((rank,))
             mine[rank].append(
@@ -87,15 +95,17 @@ def apart(found: Sequence[State], topology: Topology) -> Assignment:
             )
             own[rank] += state.param_bytes
     for ranks, nbytes in bare.items():
+        stepped = pieces[ranks].most_common()  # of a tensor nearly every stepper has a piece
         for rank in ranks:
             own[rank] -= nbytes
+            others[rank] += next((n for by, n in stepped if rank not in by), 0)
     for rank, states in mine.items():
         if own[rank] < 0:
             alone = frozenset((rank,))
             states.append(
                 State(
                     scope="", name="parameters that others step", piece=Piece(flat=(0, 0)),
-                    copies=alone, param=alone, param_bytes=-own[rank],
+                    copies=alone, param=alone, param_bytes=-own[rank], tensors=others[rank],
                 )
             )  # fmt: skip
     return _written(mine, topology)

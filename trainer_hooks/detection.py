@@ -20,6 +20,7 @@ from adacheck_store.format.errors import AdaCheckError, GroupError
 from adacheck_store.format.keys import part_name
 from adacheck_store.group import Group
 from adacheck_store.redundancy.agreement import Told, agreed, encode_told, name_of
+from adacheck_store.redundancy.costs import MOST_RANKS
 from adacheck_store.redundancy.detector import Detector, Finding
 from adacheck_store.redundancy.exchange import Rounds, carry
 from adacheck_store.redundancy.lead import AS_BEFORE, Lead
@@ -44,10 +45,6 @@ log = logging.getLogger(__name__)
 
 WRITER_S = 1.0
 """Longest wait, at a look, for the writer's digests of the step before."""
-
-MOST_RANKS = 512
-"""With more, what ranks tell each other would be too much for the one store it goes through: a look
-would hold training up for many seconds."""
 
 Adopt = Callable[[Binding, int, Sharing, Group], None]
 """Has this rank capture and write by an assignment from a step on: on all ranks of a group, or on

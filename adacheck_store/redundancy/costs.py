@@ -11,6 +11,10 @@ COUNT_BYTES = 8
 
 ROUNDS = 4
 
+MOST_RANKS = 512
+"""With more, what ranks tell each other would be too much for the one store it goes through: a look
+would hold training up for many seconds."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sent:

@@ -82,7 +82,8 @@ class State(NamedTuple):
     """A state of the run: a piece of a tensor, and the ranks that hold it.
 
     ``copies`` hold all of it; ``param`` and ``optimizer`` are those that hold that side alone,
-    empty where there is none. ``why`` says why further copies are not proven.
+    empty where there is none. ``why`` says why further copies are not proven. In plans ``tensors``
+    may be more than one: so many of equal placement.
     """
 
     scope: str
@@ -95,6 +96,7 @@ class State(NamedTuple):
     optimizer_bytes: int = 0
     changes: bool = True
     why: str = ""
+    tensors: int = 1
 
     @property
     def nbytes(self) -> int:

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-ELASTIC = ("one", "copies", "fsdp2", "hsdp2", "shards", "tp2", "tp_fsdp2", "zero1")
+from tests.ranks.llama import build_llama
+
+LLAMAS = ("llama_zero1", "llama_fsdp2", "llama_hsdp2")
+
+ELASTIC = ("one", "copies", "fsdp2", "hsdp2", "shards", "tp2", "tp_fsdp2", "zero1", *LLAMAS)
 """Kinds that are built here."""
+
+LLAMA = {"layers": 2, "hidden": 16, "inner": 43, "heads": 4, "kv_heads": 4, "vocab": 125}
+"""LLaMA-7B at a 256th of its width, and with two of its 32 layers."""
 
 
 def build_elastic(kind: str, ranks: int, width: int):
@@ -13,15 +20,20 @@ def build_elastic(kind: str, ranks: int, width: int):
     ``shards``: so, by columns where they divide. ``tp2``: two layers cut by tensor
     parallelism; ``tp_fsdp2``: on pairs, and all sharded over them. ``zero1``: DDP with
     ``ZeroRedundancyOptimizer``. Rows do not divide by most numbers of ranks, and there is one that
-    only the first has. A bias is frozen.
+    only the first has. A bias is frozen. ``llama_...``: such a way with a `LLAMA` instead.
     """
     import torch
     from torch import nn
 
-    model = nn.Sequential(
-        nn.Linear(9, width), nn.LayerNorm(width), nn.GELU(), nn.Linear(width, 5), nn.Linear(5, 1)
-    )
-    model[-1].bias.requires_grad_(False)
+    if kind in LLAMAS:
+        kind = kind.removeprefix("llama_")
+        model = build_llama(**LLAMA)
+    else:
+        model = nn.Sequential(
+            nn.Linear(9, width), nn.LayerNorm(width), nn.GELU(), nn.Linear(width, 5),
+            nn.Linear(5, 1),
+        )  # fmt: skip
+        model[-1].bias.requires_grad_(False)
     if kind in ("copies", "zero1"):
         model = nn.parallel.DistributedDataParallel(model)
     elif kind != "one":

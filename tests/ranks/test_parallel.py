@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
+from torch import nn
 
 from adacheck_store.catalog import read_catalog
 from adacheck_store.format.layout import whole_box
@@ -18,7 +19,7 @@ from adacheck_store.store import open_store
 from adacheck_store.tools.restore import restore
 from tests.ranks.parallel import bare
 from tests.ranks.test_shared import count_exchanges, kept, revisions
-from tests.ranks.worker import BASE_EVERY, STEPS, Launcher, check_against
+from tests.ranks.worker import BASE_EVERY, STEPS, Launcher, build, check_against
 from tests.waits import until
 
 pytestmark = pytest.mark.fault
@@ -74,17 +75,24 @@ def held(
 
 
 def check_bytes(
-    attempt, store, run: dict[int, list[Holding]], *, sets: int = 0, half: str = "-"
+    attempt,
+    store,
+    run: dict[int, list[Holding]],
+    *,
+    sets: int = 0,
+    half: str = "-",
+    empty: int = 0,
 ) -> None:
     """A step keeps, and the ranks have sent each other, what the pure rules say of the strategy.
 
     ``run`` is what each rank holds. Besides sets of all ranks and of one, ranks have been told
     ``sets``, of neighbours. Tensors whose names begin with ``half`` have gradients of two bytes.
+    Of pieces of nothing ``empty`` tensors are offered: moments, whose counters change, and frozen.
     """
     topology = Topology(nodes=[Node(name="n")], ranks=dict.fromkeys(run, "n"))
     sizes = kept(store, STEPS)
     for part in shares(states(run), topology).parts:
-        assert sizes[part.name] == {
+        assert {name: size for name, size in sizes[part.name].items() if size} == {
             state.name: kept_bytes(state, keep, 2 if state.name.startswith(half) else 4)
             for state, keep in zip(part.states, part.kept, strict=True) if state.changes
         }  # fmt: skip
@@ -92,7 +100,8 @@ def check_bytes(
         (each.param is not None) + 2 * (each.optimizer is not None)
         for mine in run.values() for each in mine
     )  # fmt: skip
-    assert sent(attempt) == exchange_bytes(tokens=tokens, sets=sets, runs=sets).payload
+    told = exchange_bytes(tokens=tokens + empty, sets=sets, runs=sets)
+    assert sent(attempt) == told.payload
 
 
 def sent(attempt) -> int:
@@ -186,6 +195,79 @@ def test_stages_of_a_pipeline(tmp_path, ranks):
         "layers.1.weight": own, "layers.1.bias": own,  # of one shape
         "layers.2.weight": own, "layers.2.bias": own,  # and of two
     }  # fmt: skip
+
+
+def chunk(size: int, at: int, of: int) -> tuple[int, int]:
+    """Rows of one of so many shards, as torch cuts them: the last may have fewer, or none."""
+    each = -(-size // of)
+    return min(at * each, size), min((at + 1) * each, size)
+
+
+def cut(
+    name: str, tensor: Any, rank: int, copies: Ranks, rows: tuple[int, int], dim: int
+) -> Holding:
+    """What a rank has of a tensor that is cut in one dimension: both sides, or the parameter."""
+    box = list(whole_box(tuple(tensor.shape)))
+    box[dim] = rows
+    return held(name, tensor, rank, copies, copies if tensor.requires_grad else [], tuple(box))
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_uneven_and_empty_shards(tmp_path, ranks):
+    """FSDP2 shards five rows, and one: nothing is on two ranks, and each keeps its own."""
+    attempt, store = killed_and_restored(tmp_path, "fsdp", ranks)
+    rest = {2: {"empty": 3}, 4: {"empty": 13, "sets": 3}}[ranks]  # three have of one row nothing
+    check_bytes(attempt, store, _sharded(ranks, ranks), **rest)
+    said = {2: "0 of 12 states", 4: "1 of 22 states"}[ranks]  # that of nothing, frozen
+    assert all(said in text for text in attempt.every("stored", "redundancy"))
+
+
+def test_shards_that_lie_on_two_ranks_each(tmp_path):
+    """HSDP on a mesh of two by two: each shard is kept by one of the two that have it."""
+    attempt, store = killed_and_restored(tmp_path, "hsdp", 4)
+    # On two ranks the last layer has nothing; placements call even that replicated.
+    check_bytes(attempt, store, _sharded(4, 2), sets=4, empty=8)
+    for text in attempt.every("stored", "redundancy"):
+        assert "12 of 12 states have copies on several ranks" in text
+
+
+def _sharded(ranks: int, shards: int) -> dict[int, list[Holding]]:
+    """What ranks have under FSDP2: shard after shard, and all of them again; no empty ones."""
+    whole = build("whole", 0, 1)[0]
+    whole[-1].bias.requires_grad_(False)
+    run: dict[int, list[Holding]] = {}
+    for rank in range(ranks):
+        copies = range(rank % shards, ranks, shards)
+        run[rank] = [
+            cut(name, param, rank, copies, rows, 0)
+            for name, param in whole.named_parameters()
+            if (rows := chunk(len(param), rank % shards, shards))[0] < rows[1]
+        ]  # fmt: skip
+    return run
+
+
+def test_tensor_parallelism(tmp_path):
+    """Two layers are cut by columns and rows; what is around them is on both, and kept once."""
+    attempt, store = killed_and_restored(tmp_path, "tp", 2)
+    dims = {"0.weight": 0, "0.bias": 0, "3.weight": 1}
+    run = {
+        rank: [
+            cut(name, p, rank, [rank], chunk(p.shape[dims[name]], rank, 2), dims[name])
+            if name in dims else held(name, p, rank, range(2), range(2))
+            for name, p in whole_of_tp().named_parameters()
+        ]
+        for rank in range(2)
+    }  # fmt: skip
+    check_bytes(attempt, store, run)
+    for text in attempt.every("stored", "redundancy"):
+        assert "5 of 11 states have copies on several ranks" in text
+
+
+def whole_of_tp(width: int = 37) -> nn.Module:
+    """What `worker` cuts as ``tp``."""
+    return nn.Sequential(
+        nn.Linear(9, width), nn.LayerNorm(width), nn.GELU(), nn.Linear(width, 5), nn.Linear(5, 1)
+    )
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])

@@ -259,7 +259,8 @@ def test_a_rank_that_dies_while_ranks_compare(tmp_path):
     first = launcher.start(store, before_attach=die_in_the_exchange, silent_s=1.0)
     assert first.wait()[1] == -signal.SIGKILL
     (told,) = [row for row in first.rows(0) if "stored" in row]
-    assert "rank 1 of 2 gave no sign of life" in told["redundancy"]
+    failed = f"step {FOUND_AT}: copies could not be compared: rank 1 of 2 gave no sign of life"
+    assert failed in told["redundancy"], "looked again, without a rank that is dead"
     assert [manifest.redundancy for manifest in revisions(store)] == [None]
     assert (told["stored"], told["error"]) == (STEPS, "")
     assert len(kept(store, STEPS)["p000000"]) == 11
@@ -395,34 +396,6 @@ def test_copies_that_part_are_found_between_looks(tmp_path):
     assert second.wait() == [0, 0]
     check_against(reference, second)
     assert min(second.every("restored")) >= after.step
-
-
-@pytest.mark.parametrize(
-    ("kind", "ranks", "shared"),
-    [("hsdp", 4, "12 of 12"), ("tp", 2, "5 of 11")],
-)
-def test_other_ways_to_train_in_parallel(tmp_path, kind, ranks, shared):
-    """Each gradient is kept once, whoever has which piece; after a kill all goes on exactly."""
-    launcher = Launcher(tmp_path, kind, ranks)
-    reference = launcher.reference()
-    store = tmp_path / "store"
-    first = launcher.start(store, hold=10)
-    first.until(10)
-    first.kill(ranks - 1)
-    check_against(reference, first)
-    second = launcher.start(store)
-    assert second.wait() == [0] * ranks
-    check_against(reference, second)
-    assert min(second.every("restored")) >= 8
-    assert second.every("final", "digest") == [known[STEPS][0] for known in reference]
-    for text in second.every("stored", "redundancy"):
-        assert f"{shared} states have copies on several ranks" in text
-    sizes = kept(store, STEPS)
-    whole = build("plain" if kind == "tp" else "whole", 0, 1)[0]  # a LayerNorm has as much
-    frozen = {"fsdp": 1, "hsdp": 1}.get(kind, 0)  # the last bias
-    elements = sum(p.numel() for p in whole.parameters()) - frozen
-    assert sum(sum(part.values()) for part in sizes.values()) == 4 * elements
-    revisions(store)
 
 
 def test_where_nothing_is_on_two_ranks_nothing_changes(tmp_path):

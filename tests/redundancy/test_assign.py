@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -33,13 +34,12 @@ def lost_states(found: Assignment, lost: set[str]) -> Iterator[str]:
     """Names of the states that are gone once these domains are."""
     where = found.topology
     for part in found.parts:
-        agents = {where.domain[holder.node] for holder in part.holders}
-        trainers = {where.domain[where.ranks[rank]] for rank in part.sources}
-        left = agents - lost
-        if found.policy is Policy.LIVE:
-            left |= trainers - lost
-        if not left:
-            yield from (state.name for state in part.states)
+        agents = {where.domain[holder.node] for holder in part.holders} - lost
+        trainers = {where.domain[where.ranks[rank]] for rank in part.sources} - lost
+        for state, kept in zip(part.states, part.kept, strict=True):
+            kept_left = agents if kept is not Keep.NOTHING else set()
+            if not kept_left | (trainers if found.policy is Policy.LIVE else set()):
+                yield state.name
 
 
 def survives_all(found: Assignment) -> None:
@@ -163,11 +163,17 @@ def test_any_k_domains_may_be_lost(policy: Policy, data: st.DataObject) -> None:
     """Brute force over irregular runs: random sets of copies for both sides of each state."""
     nodes = data.draw(st.lists(st.integers(1, 3), min_size=2, max_size=5))
     size = sum(nodes)
-    k = data.draw(st.integers(0, len(nodes) - 1))
+    labels = [data.draw(st.sampled_from(["", "rack-0", "rack-1"])) for _ in nodes]
+    plain = topology(*nodes)
+    where = Topology(
+        nodes=[replace(n, label=label) for n, label in zip(plain.nodes, labels, strict=True)],
+        ranks=plain.ranks,
+    )  # fmt: skip
+    k = data.draw(st.integers(0, len(set(where.domain.values())) - 1))
     by_rank: dict[int, list[Holding]] = {rank: [] for rank in range(size)}
     for number in range(data.draw(st.integers(1, 4))):
         _operator(by_rank, f"w{number}", size, data)
-    found = assign(states(by_rank), topology(*nodes), k=k, policy=policy)
+    found = assign(states(by_rank), where, k=k, policy=policy)
     survives_all(found)
     for part in found.parts:
         domains = {found.topology.domain[holder.node] for holder in part.holders}
