@@ -338,11 +338,10 @@ class Fold:
     ) -> None:  # fmt: skip
         """Compare the window's blocks with the trainer's fingerprints of this step, if any."""
         for role, view in views.items():
-            name = f"{section.name}/{role}"
+            name, size = f"{section.name}/{role}", item_bytes(section.dtypes[role])
             expected = sums.get(name)
             if not expected and step != self.base_step:
                 continue
-            size = item_bytes(section.dtypes[role])
             first, end = start * size, (start + view.numel()) * size
             blocks = range(first // BLOCK_BYTES, block_count(end))
             if not expected:
