@@ -338,19 +338,19 @@ class Fold:
     ) -> None:  # fmt: skip
         """Compare the window's blocks with the trainer's fingerprints of this step, if any."""
         for role, view in views.items():
-            name = f"{section.name}/{role}"
+            name, size = f"{section.name}/{role}", item_bytes(section.dtypes[role])
             expected = sums.get(name)
             if not expected and step != self.base_step:
                 continue
-            size = item_bytes(section.dtypes[role])
-            data = byte_view(view)
-            first, end = start * size, start * size + len(data)
-            for index in range(first // BLOCK_BYTES, block_count(end)):
+            first, end = start * size, (start + view.numel()) * size
+            blocks = range(first // BLOCK_BYTES, block_count(end))
+            if not expected:
+                self._last_match.update(((name, index), step) for index in blocks)
+                continue
+            data, total = byte_view(view), section.elements * size
+            for index in (index for index in blocks if index in expected):
                 at = index * BLOCK_BYTES
-                whole = first <= at and min(at + BLOCK_BYTES, section.elements * size) <= end
-                if step == self.base_step and not sums:
-                    self._last_match[name, index] = step
-                elif expected and index in expected and whole:
+                if first <= at and min(at + BLOCK_BYTES, total) <= end:
                     block = data[at - first : at - first + BLOCK_BYTES]
                     self._compare(name, index, step, block, expected[index])
 

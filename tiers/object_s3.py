@@ -165,18 +165,22 @@ class S3Objects:
         return self._s3.call("get", key, send, got=len)
 
     def _range(self, key: str, start: int, length: int | None) -> bytes:
-        span = f"bytes={start}-{'' if length is None else start + length - 1}"
-
         def quick(client: Any) -> bytes | None:
-            found = self._ranges.get(client, key, span)
+            found = self._ranges.get(client, key, _span(start, length))
             if found is None:
                 return None
             _check_range(found[1], start, length, len(found[0]))
             return found[0]
 
+        data = self._s3.call("get", key, quick, got=lambda data: len(data or b""))
+        return self._range_by_boto3(key, start, length) if data is None else data
+
+    def _range_by_boto3(self, key: str, start: int, length: int | None) -> bytes:
+        given = {"Bucket": self.place.bucket, "Key": key, "Range": _span(start, length)}
+
         def send(client: Any) -> bytes:
             try:
-                reply = client.get_object(Bucket=self.place.bucket, Key=key, Range=span)
+                reply = client.get_object(**given)
             except client.exceptions.ClientError as exc:
                 if exc.response.get("Error", {}).get("Code") in ("InvalidRange", "416"):
                     return b""  # it ends before
@@ -185,8 +189,7 @@ class S3Objects:
             _check_range(str(reply.get("ContentRange", "")), start, length, len(data))
             return data
 
-        data = self._s3.call("get", key, quick, got=lambda data: len(data or b""))
-        return self._s3.call("get", key, send, got=len) if data is None else data
+        return self._s3.call("get", key, send, got=len)
 
     def get_into(self, name: str, start: int, out: memoryview) -> int:
         """Bytes of an object to where they are wanted, fewer where it ends before; how many.
@@ -194,19 +197,19 @@ class S3Objects:
         Raises `RecordNotFoundError`.
         """
         check_name(name)
-        key, span = self.place.key(name), f"bytes={start}-{start + len(out) - 1}"
+        key, size = self.place.key(name), len(out)
+        if not size:
+            return len(self.get(name, start, 0))
 
         def fill(client: Any) -> int | None:
-            found = self._ranges.fill(client, key, span, out)
+            found = self._ranges.fill(client, key, _span(start, size), out)
             if found is not None:
-                _check_range(found[1], start, len(out), found[0])
+                _check_range(found[1], start, size, found[0])
             return None if found is None else found[0]
 
-        count: int | None = None
-        if len(out):
-            count = self._s3.call("get", key, fill, got=_or_none)
-        if count is None:  # boto3 is to be asked, or there is nothing to read
-            data = self.get(name, start, len(out))
+        count = self._s3.call("get", key, fill, got=_or_none)
+        if count is None:
+            data = self._range_by_boto3(key, start, size)
             copy_into(out, 0, data)
             count = len(data)
         return count
@@ -311,6 +314,11 @@ class S3Objects:
 def crc32(data: Buffer) -> str:
     """The checksum of an object as S3 writes it."""
     return base64.b64encode(zlib.crc32(data).to_bytes(4, "big")).decode()
+
+
+def _span(start: int, length: int | None) -> str:
+    """A range as HTTP writes it."""
+    return f"bytes={start}-{'' if length is None else start + length - 1}"
 
 
 def _check_range(said: str, start: int, length: int | None, got: int) -> None:

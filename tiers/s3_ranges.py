@@ -1,38 +1,52 @@
-"""Ranges of objects in S3, by a URL that is signed once for each object.
+"""Ranges of objects in S3, signed by boto3's signer and sent over its connections.
 
 boto3 takes one to two milliseconds of processor time for a call, as long as the bytes of a range
-do, and a restore makes thousands. The range is no part of what is signed, so one signed URL does
-for all of an object, through the client's own connections. All that goes wrong is left to boto3.
+do, and a restore makes a thousand. Where its own URL of an object shows that plain signatures do,
+all that differs from one range to the next is put together here. What goes wrong is left to boto3.
 """
 
 from __future__ import annotations
 
 import threading
-import time
-from collections import OrderedDict
+from dataclasses import dataclass
 from http.client import HTTPException, HTTPResponse
 from typing import Any
+from urllib.parse import parse_qs, quote
 
 from .s3_errors import ShortReadError
 from .transfer import copy_into
 
-_VALID_S = 3600
-_SIGNED_MAX = 4096
+_SERVICE, _VERSION = "s3", "s3v4"
+_PLAIN = {"Algorithm", "Credential", "Date", "Expires", "SignedHeaders", "Signature",
+          "Security-Token"}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """How a client names objects of its bucket: by URLs that begin so, signed for a region.
+
+    ``plain``: whether a signature by the client's credentials is all that is wanted.
+    """
+
+    client: Any
+    start: str
+    region: str
+    plain: bool
 
 
 class Ranges:
-    """Signed URLs of one bucket, the last ones used; thread-safe."""
+    """Reads ranges of one bucket's objects; thread-safe."""
 
     def __init__(self, bucket: str) -> None:
         self._bucket = bucket
         self._lock = threading.Lock()
-        self._signed: OrderedDict[str, tuple[Any, str, float]] = OrderedDict()
+        self._known: _Way | None = None
 
     def get(self, client: Any, key: str, span: str) -> tuple[bytes, str] | None:
         """Bytes of a range as HTTP writes it, and the reply's ``Content-Range``.
 
-        None where the reply is no range, or the client has no connections to lend: it is to be
-        asked itself. Raises what boto3 raises of connections, and `ShortReadError`.
+        None where the reply is no range, or the client lends no connections and signer: it is to
+        be asked itself. Raises what boto3 raises of connections, and `ShortReadError`.
         """
         reply = self._ask(client, key, span)
         if reply is None:
@@ -52,41 +66,55 @@ class Ranges:
 
     def _ask(self, client: Any, key: str, span: str) -> Any:
         """The reply with its body still to come, if it is a range."""
-        session = self._connections(client)
-        if session is None:
+        session, signer = self._lent(client)
+        way = self._way(client) if session is not None and signer is not None else None
+        if way is None or not way.plain:
             return None
-        from botocore.awsrequest import AWSPreparedRequest, HeadersDict
+        from botocore.awsrequest import AWSRequest
 
-        headers = HeadersDict({"Range": span, "Accept-Encoding": "identity"})
-        request = AWSPreparedRequest("GET", self._url(client, key), headers, None, True)
-        reply = session.send(request)
+        url = way.start + quote(key, safe="/~")
+        request = AWSRequest("GET", url, headers={"Range": span}, stream_output=True)
+        signer.get_auth_instance(_SERVICE, way.region, _VERSION).add_auth(request)
+        request.headers["Accept-Encoding"] = "identity"  # not signed: proxies may change it
+        reply = session.send(request.prepare())
         if reply.status_code != 206:
             reply.raw.close()
-            with self._lock:
-                self._signed.pop(key, None)
             return None
         return reply
 
     @staticmethod
-    def _connections(client: Any) -> Any:
-        """The client's own, with its certificates and proxies; boto3 does not promise them."""
-        return getattr(getattr(client, "_endpoint", None), "http_session", None)
+    def _lent(client: Any) -> tuple[Any, Any]:
+        """The client's connections, with its certificates and proxies, and what signs with its
+        credentials, renewed where they are; boto3 does not promise them."""
+        endpoint = getattr(client, "_endpoint", None)
+        return getattr(endpoint, "http_session", None), getattr(client, "_request_signer", None)
 
-    def _url(self, client: Any, key: str) -> str:
+    def _way(self, client: Any) -> _Way:
         with self._lock:
-            kept = self._signed.get(key)
-            if kept is not None and kept[0] is client and time.monotonic() < kept[2]:
-                self._signed.move_to_end(key)
-                return kept[1]
-        until = time.monotonic() + _VALID_S / 2
+            if self._known is not None and self._known.client is client:
+                return self._known
         url: str = client.generate_presigned_url(
-            "get_object", Params={"Bucket": self._bucket, "Key": key}, ExpiresIn=_VALID_S
+            "get_object", Params={"Bucket": self._bucket, "Key": "key"}
         )
+        found = _way_of(client, url)
         with self._lock:
-            self._signed[key] = (client, url, until)
-            while len(self._signed) > _SIGNED_MAX:
-                self._signed.popitem(last=False)
-        return url
+            self._known = found
+        return found
+
+
+def _way_of(client: Any, url: str) -> _Way:
+    """What a URL of the object ``key``, signed by boto3, shows of all others.
+
+    Not plain is what is signed otherwise, for another service, or with more than a signature.
+    """
+    path, _, query = url.partition("?")
+    said = {name.removeprefix("X-Amz-"): values[0] for name, values in parse_qs(query).items()}
+    scope = said.get("Credential", "").split("/")
+    plain = (
+        path.endswith("/key") and said.keys() <= _PLAIN and len(scope) == 5
+        and said.get("Algorithm") == "AWS4-HMAC-SHA256" and scope[3:] == [_SERVICE, "aws4_request"]
+    )  # fmt: skip
+    return _Way(client, path.removesuffix("key"), scope[2] if plain else "", plain)
 
 
 def _check_length(reply: Any, count: int) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -293,22 +294,24 @@ class ZarrTier(Tier):
     def list(self, prefix: str) -> Iterator[str]:
         """Keys that begin with a prefix, sorted; those in packs by the packs' names alone."""
         with self._placed():
-            below = _below(prefix)
+            below, looked_s = _below(prefix), time.monotonic()
             groups = (
                 parse_key(name[: -len(_TAIL)])
                 for name in self.objects.list(below)
                 if name.endswith(_TAIL) and is_key(name[: -len(_TAIL)])
             )
-            for packs, keys in groupby(groups, key=_pack_place):
+            for place, keys in groupby(groups, key=_pack_place):
                 found = list(keys)
-                names = expand(found) if packs else map(str, found)
+                if place and f"{place}/pack/".startswith(below):
+                    self._shelf.learn(place, found, looked_s)  # heads are read next, as a rule
+                names = expand(found) if place else map(str, found)
                 yield from (name for name in names if name.startswith(prefix))
 
     def forks(self, prefix: str) -> Iterator[tuple[str, frozenset[str]]]:
         """Records that packs hold under several ids, with these; for fsck."""
         with self._placed():
-            places = {place_of(key) for key in map(parse_key, self.list(prefix)) if _stepped(key)}
-            for place in sorted(places):
+            keys = map(parse_key, self.list(prefix))
+            for place in sorted({place_of(k) for k in keys if k.kind in ("delta", "extra")}):
                 yield from self._forks_of(place)
 
     def _forks_of(self, place: str) -> Iterator[tuple[str, frozenset[str]]]:
@@ -381,10 +384,6 @@ def _record_key(text: str) -> Key:
     if not is_key(text) or (key := parse_key(text)).kind == "pack":
         raise RecordNotFoundError("no such record")
     return key
-
-
-def _stepped(key: Key) -> bool:
-    return key.kind in ("delta", "extra")
 
 
 def _pack_place(key: Key) -> str:

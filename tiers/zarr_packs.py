@@ -173,8 +173,15 @@ class PackShelf:
         for name in self._objects.list(f"{place}/pack/"):
             if name.endswith(_TAIL) and is_key(name[: -len(_TAIL)]):
                 packs.append(parse_key(name[: -len(_TAIL)]))
-        listing = Listing.of(packs, now)
+        return self.learn(place, packs, now)
+
+    def learn(self, place: str, packs: list[Key], looked_s: float) -> Listing:
+        """Keep what all of a place was found to hold, by one who began to look at ``looked_s``."""
+        listing = Listing.of(packs, looked_s)
         with self._lock:
+            known = self._listings.get(place)
+            if known is not None and known.looked_s > looked_s:
+                return known
             if len(self._listings) > 1024:
                 self._listings.clear()
             self._listings[place] = listing

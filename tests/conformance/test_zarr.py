@@ -22,6 +22,7 @@ from adacheck_store.format.errors import (
     TierFullError,
 )
 from adacheck_store.format.ids import BLOCK_BYTES
+from adacheck_store.format.keys import parse_key
 from adacheck_store.tiers import failpoints, zarr_writer
 from adacheck_store.tiers.base import RecordSource
 from adacheck_store.tiers.object_local import LocalObjects
@@ -265,6 +266,32 @@ def test_listing_reads_no_object(tier: ZarrTier) -> None:
     objects.get = lambda name, *rest: read.append(name) or real(name, *rest)  # type: ignore
     assert len(list(tier.list(""))) == 102
     assert not read
+
+
+def test_heads_after_a_listing_list_nothing_again(tier: ZarrTier, tmp_path: Path) -> None:
+    """What a listing saw of all of a place serves those who read the records' heads next.
+
+    What it saw of a part of one, or before a later listing, does not.
+    """
+    world = World()
+    tier.put([*world.roots(), *(world.delta(step) for step in range(1, 5))])
+    tier = ZarrTier(tier.objects, listing_s=600)
+    listed: list[str] = []
+    objects, real = tier.objects, tier.objects.list
+    objects.list = lambda prefix, *rest: listed.append(prefix) or real(prefix, *rest)  # type: ignore
+    keys = [key for key in tier.list("") if "/delta/" in key]
+    assert [tier.head(key).head.step for key in keys] == [1, 2, 3, 4]
+    assert listed == [""]
+
+    (name,) = packs(tmp_path)
+    place = keys[0].rpartition("/delta/")[0]
+    tier.objects.delete([f"{place}/pack/{name}/zarr.json"])
+    assert not tier._shelf.listing(place, fresh=True).packs
+    tier._shelf.learn(place, [parse_key(f"{place}/pack/{name}")], 0.0)  # by one who is slow
+    assert not tier._shelf.listing(place).packs
+    other = ZarrTier(tier.objects, listing_s=600)
+    list(other.list(f"{place}/pack/{name}"))
+    assert not other._shelf._listings
 
 
 def test_the_log_is_taken_once(tmp_path: Path) -> None:

@@ -11,16 +11,18 @@ from adacheck_store import fold as fold_module
 from adacheck_store.ahead import NOW, Ahead, Now, Streamed
 from adacheck_store.arrays import byte_view
 from adacheck_store.compact import ReplayedBase
-from adacheck_store.engines import StepEngine
+from adacheck_store.engines import GROUPS_MAX, StepEngine
 from adacheck_store.fetch import ArrayReader, Fetcher
 from adacheck_store.fingerprint import blocks_at
 from adacheck_store.format.errors import NotProvableError, ReplayMismatchError
 from adacheck_store.format.ids import block_count
+from adacheck_store.optimizers import group_values
 from adacheck_store.recovery import PartPlan
 from adacheck_store.restore import restore_state
 from adacheck_store.tools.whole import PieceSink, Tensors, add_fold
 from adacheck_store.windows import Spare
 from tests.core.rig import PART, RUN, TERM, Rig, small_blocks
+from tests.core.toy import Toy
 
 ADAM, ADAMW, SGD = torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD
 SHAPES = [(33, 7), (), (0,), (700,), (5,), (64,), (3, 41), (130,), (2, 0, 3), (9, 9)]
@@ -205,6 +207,20 @@ def test_what_is_read_ahead_is_not_written_over(
         fold, sink = rig.fold(base, deltas, reader)
     rig.assert_same(fold, sink)
     assert max(used) > 0
+
+
+def test_groups_are_converted_once_for_all_windows() -> None:
+    """Deltas of a leg come by turns; of a chain of any length few are kept."""
+    toy = Toy([(3,)], lambda p: ADAMW(p, lr=1e-3))
+    engine = StepEngine(toy.spec)
+    groups = [tuple(group_values(g) for g in toy.optimizer.param_groups) for _ in range(100)]
+    first = [engine._keywords(each) for each in groups[:8]]
+    again = [engine._keywords(each) for each in groups[:8]]
+    assert all(one is other for one, other in zip(first, again, strict=True))
+    assert len({id(each) for each in first}) == 8
+    for each in groups:
+        engine._keywords(each)
+        assert len(engine._groups) <= GROUPS_MAX
 
 
 def test_spare_memory_is_of_few_sizes() -> None:

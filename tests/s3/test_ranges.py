@@ -1,10 +1,10 @@
-"""Ranges by a URL signed once: few signatures, and boto3 itself wherever that does not do."""
+"""Ranges that are asked for without boto3's calls, and by them where that does not do."""
 
 from __future__ import annotations
 
 import socket
 import threading
-import time
+from typing import Any
 
 import pytest
 import urllib3
@@ -15,9 +15,14 @@ from adacheck_store.tiers.object_s3 import S3Objects
 from adacheck_store.tiers.s3_errors import ShortReadError
 
 from .proxy import Fault, Proxy, Request
-from .server import Server
+from .server import OWNER, Server
 
 DATA = bytes(range(256)) * 40
+QUERY = (
+    "X-Amz-Algorithm=AWS4-HMAC-SHA256&X-Amz-Credential=k%2F20300101%2Feu-west-1%2Fs3%2F"
+    "aws4_request&X-Amz-Date=20300101T000000Z&X-Amz-Expires=3600&X-Amz-SignedHeaders=host&"
+    "X-Amz-Signature=0f"
+)
 
 
 @pytest.fixture
@@ -29,48 +34,90 @@ def objects(real: Server, proxy: Proxy) -> S3Objects:
     return found
 
 
-def get(objects: S3Objects, start: int, length: int) -> bytes:
+def get(objects: S3Objects, name: str, start: int = 0, length: int = 1000) -> bytes:
     """The bytes of a range, read in both ways."""
     out = bytearray(length)
-    count = objects.get_into("x", start, memoryview(out))
-    found = objects.get("x", start, length)
+    count = objects.get_into(name, start, memoryview(out))
+    found = objects.get(name, start, length)
     assert out[:count] == found
     return found
 
 
-def signed(proxy: Proxy) -> list[bool]:
-    """Of each request whether its URL was signed."""
-    return ["X-Amz-Signature" in request.path for request in proxy.requests]
+def ours(proxy: Proxy) -> list[bool]:
+    """Of each request whether it was put together without boto3's calls."""
+    return [b"Boto3/" not in request.headers for request in proxy.requests]
 
 
-def test_one_signature_does_for_all_ranges(objects: S3Objects, proxy: Proxy) -> None:
+def test_ranges_are_asked_for_without_boto3(objects: S3Objects, proxy: Proxy) -> None:
+    """Signed, and no signature in a URL, which may end up in a log."""
     before = objects.requests().get("get", 0)
     for start in range(0, 10_000, 1000):
         assert objects.get("x", start, 1000) == DATA[start : start + 1000]
     assert objects.get("x", 10_200) == DATA[10_200:]
     assert len({request.path for request in proxy.requests}) == 1
-    assert signed(proxy) == [True] * 11
+    assert ours(proxy) == [True] * 11
+    assert all(b"Signature=" in request.headers for request in proxy.requests)
+    assert not any("Signature" in request.path for request in proxy.requests)
     assert objects.requests()["get"] - before == 11
 
 
-def test_a_signature_that_has_expired(
+def test_names_of_all_sorts(real: Server, proxy: Proxy) -> None:
+    """A key is encoded as boto3 encodes it."""
+    names = ["a b", "+~%41", "ü/é=1", "key", "c&d?e#f", "(g)'h!*"]
+    objects = S3Objects(real.url(endpoint=proxy.endpoint))
+    for name in names:
+        objects.put(name, [name.encode() * 9])
+    proxy.requests.clear()
+    for name in names:
+        assert get(objects, name) == name.encode() * 9
+    assert ours(proxy) == [True] * 2 * len(names)
+
+
+@pytest.mark.parametrize("more", ["", "&X-Amz-Security-Token=t"])
+def test_a_plain_way(more: str) -> None:
+    way = s3_ranges._way_of(None, f"https://b.host/key?{QUERY}{more}")
+    assert (way.start, way.region, way.plain) == ("https://b.host/", "eu-west-1", True)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("/key?", "/other?"), ("AWS4-HMAC", "AWS4-ECDSA-P256"), ("%2Fs3%2F", "%2Fs3express%2F"),
+     ("&X-Amz-Date", "&X-Amz-S3session-Token=t&X-Amz-Date"), ("%2Feu-west-1", ""),
+     ("?", "?x-id=GetObject&"), ("?", "?AWSAccessKeyId=a&")],
+)  # fmt: skip
+def test_what_is_signed_otherwise_is_left_to_boto3(old: str, new: str) -> None:
+    """Directory buckets, access points of several regions, and what is not known yet."""
+    url = f"https://b.host/key?{QUERY}"
+    assert old in url
+    assert not s3_ranges._way_of(None, url.replace(old, new, 1)).plain
+
+
+def test_boto3_reads_where_signatures_are_others(
     objects: S3Objects, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is refused, boto3 is asked, and the next range is signed anew."""
-    monkeypatch.setattr(s3_ranges, "_VALID_S", 1)
-    monkeypatch.setattr(time, "monotonic", lambda real=time.monotonic: real() / 1000)
-    assert objects.get("x", 5, 5) == DATA[5:10]
-    time.sleep(2.1)
-    assert objects.get("x", 6, 5) == DATA[6:11]
-    assert objects.get("x", 7, 5) == DATA[7:12]
-    assert signed(proxy) == [True, True, False, True]
+    monkeypatch.setattr(s3_ranges, "_SERVICE", "s3express")
+    assert get(objects, "x", 5, 5) == DATA[5:10]
+    assert ours(proxy) == [False, False]
+
+
+def test_a_signature_that_is_refused(
+    objects: S3Objects, proxy: Proxy, real: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Boto3 is asked, whose word it is what is wrong."""
+    lent = s3_ranges.Ranges._lent
+    wrong = real.client((OWNER[0], "wrong"))
+    monkeypatch.setattr(
+        s3_ranges.Ranges, "_lent", lambda self, client: (lent(client)[0], lent(wrong)[1])
+    )
+    assert get(objects, "x", 5, 5) == DATA[5:10]
+    assert ours(proxy) == [True, False] * 2
 
 
 def test_what_is_no_range(objects: S3Objects) -> None:
     """Beyond the end, of no length, of no object."""
-    assert get(objects, len(DATA), 5) == b""
-    assert get(objects, len(DATA) - 2, 5) == DATA[-2:]
-    assert get(objects, 5, 0) == b""
+    assert get(objects, "x", len(DATA), 5) == b""
+    assert get(objects, "x", len(DATA) - 2, 5) == DATA[-2:]
+    assert get(objects, "x", 5, 0) == b""
     with pytest.raises(RecordNotFoundError):
         objects.get("y", 1, 5)
     for nbytes in (0, 5):
@@ -78,12 +125,13 @@ def test_what_is_no_range(objects: S3Objects) -> None:
             objects.get_into("y", 1, memoryview(bytearray(nbytes)))
 
 
-def test_a_client_that_lends_no_connections(
-    objects: S3Objects, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("lent", [(None, None), (object(), None), (None, object())])
+def test_a_client_that_lends_no_connections_or_signer(
+    objects: S3Objects, proxy: Proxy, monkeypatch: pytest.MonkeyPatch, lent: tuple[Any, Any]
 ) -> None:
-    monkeypatch.setattr(s3_ranges.Ranges, "_connections", lambda self, client: None)
-    assert get(objects, 5, 5) == DATA[5:10]
-    assert signed(proxy) == [False, False]
+    monkeypatch.setattr(s3_ranges.Ranges, "_lent", lambda self, client: lent)
+    assert get(objects, "x", 5, 5) == DATA[5:10]
+    assert ours(proxy) == [False, False]
 
 
 def test_memory_is_filled_over_few_connections(objects: S3Objects, proxy: Proxy) -> None:
@@ -92,8 +140,8 @@ def test_memory_is_filled_over_few_connections(objects: S3Objects, proxy: Proxy)
     for start in range(0, 9000, 1000):
         assert objects.get_into("x", start, memoryview(out)) == 1000
         assert out == DATA[start : start + 1000]
-    assert signed(proxy) == [True] * 9
-    session = s3_ranges.Ranges._connections(objects._s3._client)
+    assert ours(proxy) == [True] * 9
+    session, _ = s3_ranges.Ranges._lent(objects._s3._client)
     (pool,) = session._manager.pools._container.values()
     assert pool.num_connections <= 2
     with pytest.MonkeyPatch.context() as patch:
@@ -120,17 +168,16 @@ def test_a_reply_that_goes_wrong(
     assert len(proxy.requests) >= 2
 
 
-def test_a_new_client_signs_anew(
-    objects: S3Objects, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_new_client_signs_by_itself(objects: S3Objects) -> None:
     """Its credentials may be others."""
     assert objects.get("x", 1, 2) == DATA[1:3]
     client = objects._s3._client
     objects._s3._renew(objects._s3._made)
     assert objects.get("x", 1, 2) == DATA[1:3]
     assert objects._s3._client is not client
-    (kept,) = objects._ranges._signed.values()
-    assert kept[0] is objects._s3._client
+    way = objects._ranges._known
+    assert way is not None
+    assert way.client is objects._s3._client
 
 
 def test_a_reply_in_chunks_that_is_cut() -> None:
