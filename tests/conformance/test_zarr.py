@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -285,13 +286,14 @@ def test_heads_after_a_listing_list_nothing_again(tier: ZarrTier, tmp_path: Path
 
     (name,) = packs(tmp_path)
     place = keys[0].rpartition("/delta/")[0]
-    tier.objects.delete([f"{place}/pack/{name}/zarr.json"])
-    assert not tier._shelf.listing(place, fresh=True).packs
-    tier._shelf.learn(place, [parse_key(f"{place}/pack/{name}")], 0.0)  # by one who is slow
-    assert not tier._shelf.listing(place).packs
     other = ZarrTier(tier.objects, listing_s=600)
     list(other.list(f"{place}/pack/{name}"))
     assert not other._shelf._listings
+    before_s = time.monotonic()
+    tier.objects.delete([f"{place}/pack/{name}/zarr.json"])
+    assert not tier._shelf.listing(place, fresh=True).packs
+    tier._shelf.learn(place, [parse_key(f"{place}/pack/{name}")], before_s)  # by one who is slow
+    assert not tier._shelf.listing(place).packs
 
 
 def test_the_log_is_taken_once(tmp_path: Path) -> None:
