@@ -243,7 +243,7 @@ def _states_of(tensor: _Held, common: _Common) -> list[State]:
                 f"{sorted(place[1])[:20]}",
                 hint="run the same version of adacheck-store on all ranks",
             )
-    size = min((math.prod(held.shape) for held in tensor[1]), default=0)
+    size = min(map(math.prod, {held.shape for held in tensor[1]}), default=0)
     return sorted(_scoped(list(found.values()), size), key=_order)
 
 
@@ -258,7 +258,6 @@ def _holders(tensor: _Held, place: _Place, params: bool) -> Ranks:
 def _state(held: Holding, piece: Piece, copies: Ranks) -> State:
     """The state that a holding is of."""
     param, optimizer = held.param, held.optimizer
-    sides = [side for side in (param, optimizer) if side is not None]
     share = param.nbytes if param else 0
     if param is not None and param.piece != piece:
         share = param.nbytes * piece.elements // (param.piece.elements or 1)
@@ -267,8 +266,8 @@ def _state(held: Holding, piece: Piece, copies: Ranks) -> State:
         param=param.copies if param else NOBODY, param_bytes=share,
         optimizer=optimizer.copies if optimizer else NOBODY,
         optimizer_bytes=optimizer.nbytes if optimizer else 0,
-        changes=any(side.changes for side in sides),
-        why=next((side.why for side in sides if side.why), ""),
+        changes=bool((param and param.changes) or (optimizer and optimizer.changes)),
+        why=(param and param.why) or (optimizer and optimizer.why) or "",
     )  # fmt: skip
 
 
