@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import mmap
 import statistics
 import sys
 import tempfile
@@ -35,7 +34,7 @@ from tests.agent.kit import Node
 from tests.agent.trainer import RUN
 from tests.waits import until
 
-from .rows import Row, seconds
+from .rows import Row, at_hand, seconds
 
 SIDE = 2048
 STATE = 12 * SIDE * SIDE
@@ -184,7 +183,7 @@ def _against_torch_load(trainer: Trainer, file: Path) -> Iterator[Row]:
 
     A state is loaded once in a process's life, into memory that is fresh. So each try of either is
     a process of its own: one that has loaded before reuses its memory, and takes a fourth. What is
-    fresh to the process is not to the machine, see `_at_hand`.
+    fresh to the process is not to the machine, see `at_hand`.
     """
     model, optimizer = trainer.model, trainer.optimizer
     kept, step = trainer.digest(), STEPS
@@ -245,22 +244,9 @@ def main(what: str, folder: Path, count: int, file: Path) -> None:
     if what == "restore":
         told = _restored(trainer)
     else:
-        _at_hand(trainer.bytes)
+        at_hand(3 * trainer.bytes)
         told = {"bare": seconds(load)} if what == "load" else {"all": seconds(load_all)}
     print(json.dumps(told))
-
-
-def _at_hand(state: int) -> None:
-    """Have the machine hold enough free memory, in large pages, for any of the rivals.
-
-    A virtual machine gives memory that is free back to its host, and then each first touch of a
-    page is the host's to serve: seconds for a gigabyte at one time, a tenth of that at another.
-    """
-    with mmap.mmap(-1, 3 * state) as memory:
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        for at in range(0, len(memory), mmap.PAGESIZE):
-            memory[at] = 1
 
 
 def _restored(trainer: Trainer) -> dict[str, Any]:
@@ -279,7 +265,7 @@ def _restored(trainer: Trainer) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch, trainer.attach() as ckpt:
         patch.setattr(checkpointer, "load", timed_load)
         patch.setattr(restore, "fetch_parts", timed_fetch)
-        _at_hand(trainer.bytes)
+        at_hand(3 * trainer.bytes)
         began = time.perf_counter()
         report = ckpt.restore()
         ready = time.perf_counter()

@@ -139,7 +139,7 @@ def _restore(real: Server) -> Row:
 
     ours()
     raw = Download(real, url, found["requests"]["bytes in"])
-    raw_s, our_s, inverse = paired(raw.run, ours, 3)
+    raw_s, our_s, inverse = paired(raw.run, ours, 3, 4 * PART_MIB * MIB)
     assert found["restored"].step == DELTAS
     return Row(
         f"S3 restore of a {PART_MIB} MiB part with {DELTAS} deltas / raw download",
