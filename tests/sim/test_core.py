@@ -104,12 +104,13 @@ def test_a_silent_holder_is_not_waited_for_and_the_answer_says_so() -> None:
 
 
 def test_a_sync_waits_for_the_own_agent_too() -> None:
-    """A peer that can produce a step is not enough: the next delta is folded here."""
-    agent = core()
+    """A peer that can produce a step is not enough, even where there is no room here for more."""
+    agent = core(total=10)
+    assert P in agent.view.refused
     put(agent, ref("delta", 1))
     agent.handle(ev.Sync("s", "c", 20.0), 0.0)
     assert not of(ev.Answer, agent.handle(report("b", ((0, 1),)), 0.1))
-    (answer,) = of(ev.Answer, agent.handle(ev.Stored("", (ref("base", 0),), RAM), 0.2))
+    (answer,) = of(ev.Answer, agent.handle(ev.Stored("", (ref("base", 0),), LMDB), 0.2))
     assert ("a", "a#1") in answer.holders
 
 

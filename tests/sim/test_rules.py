@@ -1,4 +1,4 @@
-"""Every rule of the agents, by the history that breaks without it.
+"""Rules of the agents, each by the history that breaks without it; others are in `test_core`.
 
 A rule is switched off, and histories of the kind that it is for are run until one breaks an
 invariant; with the rule that history is sound.
