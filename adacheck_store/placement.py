@@ -127,7 +127,7 @@ def check(
         raise UsageError(
             missing,
             hint="start agents in more failure domains, label those that are apart, or accept "
-            "fewer copies with --allow-degraded",
+            "fewer copies with Agents(allow_degraded=True)",
         )
     return missing
 

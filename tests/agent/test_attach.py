@@ -5,8 +5,9 @@ import torch
 
 import adacheck_store as ada
 from adacheck_store.format.errors import UsageError
+from adacheck_store.tiers import credentials
 from tests.agent.kit import Node
-from tests.agent.trainer import MEMORY
+from tests.agent.trainer import MEMORY, RUN, open_session
 from tests.ranks.worker import Launcher
 
 
@@ -57,3 +58,20 @@ def test_what_is_wrong_on_one_rank_is_told_on_all(launcher, here: Node, first, s
     attempt = launcher.start(here.store, given=given, env=here.env, node=here.name)
     assert attempt.wait() == [0, 0]
     assert all(said in text for text in attempt.every("refused")), attempt.every("refused")
+
+
+def test_a_key_is_brought_as_new_or_as_known(here: Node, monkeypatch: pytest.MonkeyPatch):
+    """An agent makes a key where there is none, and that must not win over one that was there."""
+    brought = []
+    real = credentials.choose
+
+    def choose(offers):
+        brought.append(list(offers))
+        return real(brought[-1])
+
+    monkeypatch.setattr(credentials, "choose", choose)
+    for _ in range(2):
+        open_session(here.url).close()
+    (first, known), (second, known_now) = (offers[0] for offers in brought)
+    assert (known, known_now) == (False, True)
+    assert first == second == credentials.read(str(here.runtime / "keys"), RUN)

@@ -18,20 +18,26 @@ from tests.waits import until
 pytestmark = pytest.mark.fault
 
 
-def claimed(node: Node) -> None:
+def claimed(here: Node, other: Node) -> None:
     """Somebody has claimed a newer term, and is restoring."""
-    far = ZarrTier(LocalObjects(node.store / "objects"))
+    far = ZarrTier(LocalObjects(other.store / "objects"))
     claim_term(far, RUN)
     far.close()
 
 
-def begun(node: Node) -> None:
+def leased(here: Node, other: Node) -> None:
+    """A planner has asked this agent to keep everything; of its claim nothing is to be seen."""
+    here.ask("ask", term="t000002-" + "0" * 16)
+
+
+def begun(here: Node, other: Node) -> None:
     """A trainer on another node, whose agent this one does not know, has begun a newer term."""
-    assert Trainer(node, 0).ready > 0
+    assert Trainer(other, 0).ready > 0
 
 
 NEWER = {
     "claimed": (claimed, CLAIM_S, "refused"),
+    "leased": (leased, CLAIM_S, "refused"),
     # As it is after ten minutes in which the new term's trainer had no more to say of its claim.
     "begun": (begun, -1.0, "TermError: term t000002.*has taken over this run"),
 }
@@ -51,7 +57,7 @@ def test_a_floor_that_was_chosen_before(nodes, here: Node, tmp_path: Path, how: 
         return (tmp_path / "chosen").exists()
 
     until(chosen, "a floor is chosen")
-    act(nodes("c"))
+    act(here, nodes("c"))
     (tmp_path / "go").touch()
     came = tmp_path / "came"
     until(lambda: came.exists() and came.read_text(), "it went on")

@@ -111,6 +111,10 @@ def test_one_view_of_a_run(pair: tuple[Node, Node], tmp_path: Path) -> None:
     until(lambda: "b silent" in cli("status", here.url).stdout, "its death is seen")
     troubles = rows(here, "TroubleRow")
     assert any(row["tier"] == "agent b" for row in troubles)
+    until(lambda: at(scrape(url), "exposed", chain="p000000") == 1, "it is exposed")
+    assert at(scrape(url), "holders_live", chain="p000000") == 1
+    (part,) = (row for row in rows(here, "ChainRow") if row["chain"] == "p000000")
+    assert part["exposed"]
     here.kill()
     assert not rows(here, "AgentRow")
     assert {row["tier"] for row in rows(here, "TierRow")} >= {"zarr", "all"}

@@ -94,7 +94,8 @@ def test_lost_holder_is_said_and_seeded_anew(pair: tuple[Node, Node]) -> None:
 
 
 def test_too_few_domains_are_refused(here: Node) -> None:
-    with pytest.raises(UsageError, match=r"--allow-degraded"):
+    few = r"k=1 needs 2 failure domains, and there are 1: a \(host .*Agents\(allow_degraded=True\)"
+    with pytest.raises(UsageError, match=few):
         open_session(here.url, k=1)
     session, toy = open_session(here.url, k=1, allow_degraded=True), make_toy()
     begin(session, toy, reference(0))

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from adacheck_store.demo.cluster import Node
+from adacheck_store.demo.command import command
 from adacheck_store.demo.harness import Reference
 
 pytestmark = pytest.mark.fault
@@ -62,6 +63,12 @@ def test_a_rank_a_node_and_all_are_lost() -> None:
     assert not any(tier.endswith(lost) for tier in found[1])
     assert found[2] == {"zarr"}
     assert 2.0 < said["bytes_per_step"] / said["parameters"] < 2.5
+
+
+def test_two_nodes_with_two_ranks_unless_told_otherwise() -> None:
+    """What the slow test below runs is what a user sees who names nothing."""
+    names = {option.name: option.default for option in command.params}
+    assert (names["nodes"], names["ranks"]) == (2, 2)
 
 
 @pytest.mark.slow

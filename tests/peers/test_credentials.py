@@ -7,6 +7,7 @@ import stat
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
@@ -216,6 +217,31 @@ def test_the_key_is_pinned(shown: Credentials) -> None:
     assert credentials.is_pinned(server, OTHER.fingerprint) == (shown is OTHER)
     client[0].close()
     server.close()
+
+
+@pytest.mark.parametrize("old", ["client", "server"])
+def test_nothing_older_than_tls_1_3(old: str) -> None:
+    """Who has the run's key and speaks 1.2 alone is refused, by agents and by their clients."""
+    here, there = socket.socketpair()
+    server = credentials.server_context(ONE)
+    client = credentials.client_context.__wrapped__(ONE)
+    lowered = client if old == "client" else server
+    lowered.minimum_version = lowered.maximum_version = ssl.TLSVersion.TLSv1_2
+
+    def connect() -> None:
+        with suppress(OSError), there:
+            client.wrap_socket(there, server_hostname=ONE.server_name).close()
+
+    connecting = threading.Thread(target=connect)
+    connecting.start()
+    with here, pytest.raises(OSError, match=r"(?i)version|protocol"):
+        server.wrap_socket(here, server_side=True)
+    connecting.join(timeout=10)
+
+
+def test_what_hears_of_the_run_first_speaks_tls_1_3_alone() -> None:
+    """The context that a server begins every handshake with."""
+    assert credentials.bare_server_context().minimum_version is ssl.TLSVersion.TLSv1_3
 
 
 def test_no_key_leaves_the_process(tmp_path: Path) -> None:

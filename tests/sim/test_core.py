@@ -7,6 +7,7 @@ from typing import Any
 from adacheck_store.agent import events as ev
 from adacheck_store.agent.budget import BEYOND_WINDOW, Budget, memory_for
 from adacheck_store.agent.core import HOLD_S, AgentCore, AgentSettings
+from adacheck_store.agent.drains import BATCH
 from adacheck_store.agent.leases import LEASE_S, Lease
 from adacheck_store.agent.marks import Mark, Report, Seat, both, newest_common
 from adacheck_store.agent.replica import FAR, LMDB, RAM, make_replica
@@ -100,6 +101,17 @@ def test_a_silent_holder_is_not_waited_for_and_the_answer_says_so() -> None:
     assert answer == ev.Answer("s", (("a", "a#1"),), short=True)
     assert agent.view.exposed(3.1) == {P: 1, R: 1}
     assert agent.view.watermark == -1
+
+
+def test_a_sync_waits_for_the_own_agent_too() -> None:
+    """A peer that can produce a step is not enough, even where there is no room here for more."""
+    agent = core(total=10)
+    assert P in agent.view.refused
+    put(agent, ref("delta", 1))
+    agent.handle(ev.Sync("s", "c", 20.0), 0.0)
+    assert not of(ev.Answer, agent.handle(report("b", ((0, 1),)), 0.1))
+    (answer,) = of(ev.Answer, agent.handle(ev.Stored("", (ref("base", 0),), LMDB), 0.2))
+    assert ("a", "a#1") in answer.holders
 
 
 def test_need_base_is_said_at_once_where_nobody_has_what_is_missing() -> None:
@@ -479,6 +491,22 @@ def test_drains_wait_for_half_the_lag_and_failed_ones_are_tried_again() -> None:
     assert len(drain.keys) == 6
     assert not of(ev.Drain, agent.handle(ev.Drained(FAR, ()), 0.5))
     assert of(ev.Drain, agent.handle(ev.Tick(), 62.0)) == [drain]
+
+
+def test_a_drain_is_of_so_many_records_and_one_at_a_time() -> None:
+    """Whatever has gathered: room and time that a drain takes do not grow with the backlog."""
+    agent = core(places=FAR)
+    (first,) = of(ev.Drain, put(agent, ref("base", 0), ref("extra", 0)))
+    commands = [
+        command for step in range(1, BATCH + 2)
+        for command in put(agent, ref("delta", step), ref("extra", step), now=0.1)
+    ]  # fmt: skip
+    assert not of(ev.Drain, commands)
+    (second,) = of(ev.Drain, agent.handle(ev.Drained(FAR, first.keys), 0.2))
+    assert not of(ev.Drain, agent.handle(ev.Tick(), 0.3))
+    (third,) = of(ev.Drain, agent.handle(ev.Drained(FAR, second.keys), 0.4))
+    assert len(second.keys) == len(third.keys) == BATCH
+    assert not {*second.keys} & {*third.keys}
 
 
 def test_what_a_drain_passes_over_is_not_said_to_be_drained() -> None:

@@ -1,4 +1,4 @@
-"""Every rule of the agents, by the history that breaks without it.
+"""Rules of the agents, each by the history that breaks without it; others are in `test_core`.
 
 A rule is switched off, and histories of the kind that it is for are run until one breaks an
 invariant; with the rule that history is sound.
@@ -13,7 +13,8 @@ import pytest
 
 from adacheck_store.agent import acks, core, replica, view
 from adacheck_store.agent import events as ev
-from adacheck_store.agent.budget import _Account
+from adacheck_store.agent.budget import Budget, _Account
+from adacheck_store.agent.far import Far
 from adacheck_store.agent.leases import Lease
 from adacheck_store.agent.marks import NOTHING, Mark
 from adacheck_store.agent.replica import FAR, LMDB, ExtraReplica, PartReplica
@@ -220,6 +221,37 @@ def test_a_holder_that_has_lost_its_seat_may_be_all_that_is_left(
     breaks(cut_off_and_back(), off, monkeypatch, "was acknowledged by")
 
 
+def test_what_the_watermark_needs_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing goes from which its step is folded, though this holder can produce newer ones."""
+    real = PartReplica.doomed
+    newest = lambda self, watermark: real(self, self.mark().newest)  # noqa: E731
+    off = lambda patch: patch.setattr(PartReplica, "doomed", newest)  # noqa: E731
+    breaks(anything(), off, monkeypatch, "was acknowledged by")
+
+
+def test_so_do_its_extras(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An extra of the watermark's step may be the last one of a step that all parts have."""
+    real = ExtraReplica.doomed
+    newest = lambda self, watermark: real(self, self.mark().newest)  # noqa: E731
+    off = lambda patch: patch.setattr(ExtraReplica, "doomed", newest)  # noqa: E731
+    breaks(anything(), off, monkeypatch, "was acknowledged by")
+
+
+def test_a_gap_disowns_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a save that failed has left is no way to a later step."""
+    real = replica.gaps_of
+    unheeded = lambda bases, last: real([], last)  # noqa: E731
+    off = lambda patch: patch.setattr(replica, "gaps_of", unheeded)  # noqa: E731
+    plans = of_kind("late answer", "kill trainers", places=LMDB | FAR)
+    breaks(plans, off, monkeypatch, "drained, there is")
+
+
+def test_so_it_does_in_the_far_tier(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a gap disowns is not said to be drained, though it has got there."""
+    off = lambda patch: patch.setattr(Far, "disown", lambda self, refs: None)  # noqa: E731
+    breaks(anything(), off, monkeypatch, "drained, there is")
+
+
 # Leases and terms --------------------------------------------------------------------------------
 
 
@@ -264,6 +296,12 @@ def _varied(of: int, seed: int, at: float, lasts: float, probes: tuple[float, ..
     return dataclasses.replace(plan, seed=seed, faults=(fault,), probes=probes, steps=10)
 
 
+def test_a_lease_ends_with_the_restore(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The term that a planner has claimed has begun: until its lease ran out nothing would go."""
+    off = lambda patch: patch.setattr(Lease, "opened", lambda self, term: None)  # noqa: E731
+    breaks(anything(), off, monkeypatch, "deadlock")
+
+
 def _unfenced_puts(patch: pytest.MonkeyPatch) -> None:
     """Offers of any term are let in."""
     real = core.AgentCore._offered
@@ -300,6 +338,14 @@ def test_a_zombie_is_not_acknowledged(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # The budget --------------------------------------------------------------------------------------
+
+
+def test_what_others_have_reserved_is_not_given_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the deltas of one chain fill the memory in which another one would be folded."""
+    used = lambda self, beside=False: self.used - self.total  # noqa: E731
+    off = lambda patch: patch.setattr(Budget, "missing", used)  # noqa: E731
+    plans = directed((1, 2), (), window=1, slack=0.0, steps=10, probes=())
+    breaks(plans, off, monkeypatch, "deadlock")
 
 
 def behind(pause: float, patch: pytest.MonkeyPatch) -> int:
