@@ -1,6 +1,6 @@
 """A part of any size, made cheaply, and a verb run on it with its memory watched.
 
-``python -m tests.attack.big make|compact|restore STORE ELEMENTS [TARGET]``; prints what it took.
+``python -m tests.attack.big make|compact|fsck|restore STORE ELEMENTS [TARGET]``; prints its cost.
 """
 
 from __future__ import annotations
@@ -36,6 +36,9 @@ from adacheck_store.store import open_store
 from adacheck_store.terms import claim_term
 from adacheck_store.tiers.base import RecordSource
 from adacheck_store.tools.compact import compact
+from adacheck_store.tools.findings import Finding
+from adacheck_store.tools.fsck import fsck
+from adacheck_store.tools.fsck_deep import FoldedRow
 from adacheck_store.tools.restore import restore
 
 RUN, PART, RANK = "big", "p000000", "r000000"
@@ -156,6 +159,12 @@ def watched(what: str, url: str, target: str) -> None:
         if what == "compact":
             (row,) = compact(store, RUN)
             assert (row.done, row.deltas) == ("folded", DELTAS), row
+        elif what == "fsck":
+            found = list(fsck(store, RUN, deep=1))
+            (folded,) = [row for row in found if isinstance(row, FoldedRow)]
+            assert folded.step == 1 + DELTAS
+            assert not [row for row in found if isinstance(row, Finding) and row.unchecked]
+            assert not [row for row in found if getattr(row, "severity", "") == "damage"]
         else:
             assert restore(store, target, RUN).step == 1 + DELTAS
     took = time.monotonic() - start

@@ -1,5 +1,6 @@
 """Folding gives the trainer's bits: every optimizer, implementation and flag; and wrong folds."""
 
+import dataclasses
 import itertools
 import random
 from typing import Any
@@ -428,3 +429,58 @@ def test_other_arithmetic_is_bounded_and_differences_are_counted(
     assert fold.report.exactness == "bounded"
     assert fold.report.differed > 0
     assert fold.report.verified_through < 16
+
+
+class Mixed(Rig):
+    """A rig whose optimizer's state is of twice the width of its parameters."""
+
+    def _lay_out(self, params: list[torch.Tensor]) -> Any:
+        for p in params:
+            self.optimizer.state[p]["momentum_buffer"] = torch.zeros(p.shape)
+        members, layout = super()._lay_out(params)
+        sections = tuple(
+            dataclasses.replace(s, roles=(s.roles[0], *((role, "F32") for role, _ in s.roles[1:])))
+            for s in layout.sections
+        )
+        return members, dataclasses.replace(layout, sections=sections)
+
+
+class Views:
+    """Each window in memory of its own, and what it was in the end."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, tuple[int, torch.Tensor]] = {}
+
+    def window(self, section: Any, role: str, start: int, stop: int) -> torch.Tensor:
+        """Poison, until something is read."""
+        kind = {"F32": torch.float32, "BF16": torch.bfloat16}[section.dtypes[role]]
+        return torch.full((stop - start,), float("nan"), dtype=kind)
+
+    def done(self, section: Any, start: int, stop: int, views: Any) -> None:
+        """Keep it."""
+        if start < stop:
+            self.found |= {f"{section.name}/{role}": (start, view) for role, view in views.items()}
+
+
+@pytest.mark.parametrize("half", [0, 1])
+def test_half_a_block_is_not_compared_with_the_print_of_a_whole_one(
+    half: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that needs a block of the wide role folds half a block of the narrow one."""
+    small_blocks(monkeypatch)
+    sgd = make(SGD, {"momentum": 0.9, "foreach": False})
+    rig = Mixed([(2000,)], sgd, dtype=torch.bfloat16, absent=0.0, sets=0.0, encodings=("raw",),
+                base_every=4)  # fmt: skip
+    base = rig.put_base()
+    chain = [base, *(rig.train() for _ in range(4))]
+    readers = [ArrayReader(Fetcher([rig.tier]), ref) for ref in chain]
+    fold, views = fold_module.Fold(rig.layout, readers[0], readers[1:]), Views()
+    low, high = half * 256, half * 256 + 256
+    report = fold.run(views, only={"s0": ((low, high),)})
+    assert (report.exactness, report.differed) == ("exact", 0)
+    assert report.checked > 0, "the wide role's block is whole, and is compared"
+    for name, truth in rig.arrays().items():
+        if name.startswith("s0/"):
+            start, view = views.found[name]
+            assert (start, view.numel()) == (low, 256)
+            assert torch.equal(view, truth[low:high]), name

@@ -5,10 +5,13 @@ Whatever it was at: nothing provable is lost, fsck finds nothing wrong, and run 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
+import torch
 
 from adacheck_store.format.errors import AdaCheckError
 from adacheck_store.restore import restore_state
@@ -20,6 +23,8 @@ from tests.tools.stores import RUN, cli, cli_json, train
 
 pytestmark = pytest.mark.fault
 END = 11
+OTHER, OTHERS = "imported", torch.arange(5000.0)
+"""A run that is taken in beside, and what its one tensor is."""
 SETTINGS = {"base_every": 4, "object_lag": 3, "keep_bases": 100}
 REFUSED = Fault("error", 403, "AccessDenied")
 
@@ -53,6 +58,7 @@ class Act:
     done: Callable[[str], bool]
     stay: tuple[int, ...]
     before: Callable[[str], None] = lambda url: None
+    runs: tuple[str, ...] = (RUN,)
 
 
 def verb(*arguments: object) -> Callable[[str], None]:
@@ -101,6 +107,21 @@ def flip(url: str) -> None:
     door.put(name, bytes(data))
 
 
+def take_in(url: str) -> None:
+    """Import a file as a step of another run in the same prefix."""
+    source = Path(os.environ["ADACHECK_CACHE"]).with_name("source.pt")
+    torch.save({"model": {"w": OTHERS}}, source)
+    verb("import", source, "--run", OTHER, "--step", 7)(url)
+
+
+def taken_in(url: str) -> bool:
+    """Whether S3 alone gives that step, and right."""
+    with open_for_reading(url) as store:
+        (part,) = restore_state([store.far], OTHER, step=7).parts.values()
+    (array,) = part.arrays.values()
+    return torch.equal(array[: len(OTHERS)], OTHERS)
+
+
 ACTS = {
     "gc": Act(
         verb("gc", "--last", 1, "--every", 8, "--grace", 0, "--older", 0, "--apply"),
@@ -110,6 +131,7 @@ ACTS = {
     "compact": Act(verb("compact", "--to", 7), lambda url: 7 in bases(url), (0, 4, 7, END)),
     "go on": Act(go_on, reached, (0, 4, 7, END)),
     "repair": Act(verb("fsck", "--repair"), lambda url: 4 not in bases(url), (0, 3, 7, END), flip),
+    "import": Act(take_in, taken_in, (0, 4, 7, END), runs=(RUN, OTHER)),
 }  # fmt: skip
 
 
@@ -158,16 +180,21 @@ class Bench:
         act.run(through)
         self._proxy.restart()
         assert digests(straight, act.stay) == expected
-        rows = [row for row in cli_json("fsck", straight)[1]["rows"] if row["row"] == "Finding"]
+        rows = cli_json("fsck", straight, "--run", RUN)[1]["rows"]
+        rows = [row for row in rows if row["row"] == "Finding"]
         bad = [row for row in rows if row["severity"] == "damage"]
         assert act.before is flip or not bad, bad
         act.run(straight)
         assert act.done(straight)
-        assert cli("gc", straight, "--last", 100, "--older", 0, "--apply").exit_code == 0
+        for name in act.runs:
+            given = ("gc", straight, "--run", name, "--last", 100, "--older", 0, "--apply")
+            assert cli(*given).exit_code == 0, name
+        assert act.done(straight)
         assert digests(straight, act.stay) == expected
-        code, document = cli_json("fsck", straight)
-        assert code == 0, document
-        assert not [row for row in document["rows"] if row.get("kind") == "unfinished"]
+        for name in act.runs:
+            code, document = cli_json("fsck", straight, "--run", name)
+            assert code == 0, document
+            assert not [row for row in document["rows"] if row.get("kind") == "unfinished"]
 
 
 @pytest.fixture(scope="module")

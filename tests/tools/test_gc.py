@@ -566,7 +566,8 @@ def test_a_near_tier_that_is_written_is_left_to_its_writer(store: Path) -> None:
     assert keys_of(store, "lmdb", "base") != keys_of(store, "zarr", "base")
 
 
-POINTS = [name for name in failpoints.names() if name.startswith("local") or "delete" in name]
+PASSED = ("local.", "lmdb.delete", "lmdb.head", "lmdb.sync")
+POINTS = [name for name in failpoints.names() if name.startswith(PASSED)]
 OFTEN = [(name, 1) for name in POINTS if "unlink" in name or "delete" in name or "link" in name]
 OTHERS = [(name, count) for name in POINTS for count in (1, 7) if (name, count) not in OFTEN]
 
@@ -588,6 +589,13 @@ def test_killed_anywhere(store: Path, states: dict[int, Restored], name: str, co
     collected(store, *arguments[2:4], "--apply", "--older", "0")
     check(store, states, kept)
     assert below_floor(store) <= {"base", "extra"}
+
+
+def test_these_are_all_that_it_passes(store: Path) -> None:
+    """Where the one above kills it."""
+    failpoints.disarm()
+    collected(store, "--every", "16", "--apply", "--older", "0")
+    assert failpoints.seen() == set(POINTS)
 
 
 def test_tags_by_the_command(store: Path) -> None:
