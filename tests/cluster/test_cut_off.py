@@ -83,7 +83,7 @@ def test_a_zombie_cut_off_with_its_agent_touches_nothing_of_the_new_term(cluster
     made.network.mend(zombie.number)
     assert new in undead.one(0, 0, "fenced")["fenced"]
     assert zombie.status()["term"] == new
-    assert not zombie.status()["trainers"]
+    until(lambda: not zombie.status()["trainers"], "its trainer, which was told, has gone")
     until(lambda: drained(zombie), "its agent has drained what it could")
     assert far_of(made, new, old) == before
     start.held(0, NEWEST + 3)
