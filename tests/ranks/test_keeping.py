@@ -13,7 +13,7 @@ from adacheck_store.tools import tag
 from adacheck_store.tools.findings import DAMAGE, Finding
 from adacheck_store.tools.fsck import fsck
 from adacheck_store.tools.gc import Ages, gc
-from tests.ranks.worker import STEPS, Launcher, check_against
+from tests.ranks.worker import STEPS, WINDOW, Launcher, check_against
 from tests.tools.stores import cli, cli_json, flip, objects
 
 pytestmark = pytest.mark.fault
@@ -52,11 +52,12 @@ def test_tools_beside_ranks_that_train_and_die(sharded, tmp_path: Path) -> None:
         for step in range(first, last, 2):  # a round of all tools beside two steps
             attempt.until(step)
             attempt.gate.open(step + 2)
+            if step == TAGGED + 1:
+                attempt.until(TAGGED + WINDOW + 1)  # in flight no more, and no floor above it yet
+                with open_url(url, None) as store:
+                    tag.add(store, "early", step=TAGGED)
             floors.update(collect(url))
             assert not damage(url)
-            with open_url(url, None) as store:
-                if attempt.last_step() > TAGGED and not list(tag.tags(store)):
-                    tag.add(store, "early", step=TAGGED)
         attempt.until(last)
         while len(floors) < raised:  # as soon as the ranks, held here, have drained a base
             floors.update(collect(url))
