@@ -28,28 +28,46 @@ from .fsck_chain import (
     provable_alone,
 )
 from .fsck_deep import FoldedRow, check_folds
+from .fsck_journal import Journal, ResumedRow
 from .fsck_objects import check_medium, check_overlaps
 from .fsck_records import Layouts, RecordCheck
 from .rows import Progress, all_refs, choose_run, held_alone, runs_of, silent
 
-Row = Finding | Provable | FoldedRow
+Row = Finding | Provable | FoldedRow | ResumedRow
 
 
 def fsck(
-    store: Store, run: str = "", progress: Progress = silent, *, deep: int = 0
-) -> Iterator[Row]:
+    store: Store, run: str = "", progress: Progress = silent, *, deep: int = 0,
+    journal: Journal | None = None,
+) -> Iterator[Row]:  # fmt: skip
     """Every finding of a store, or of one run. The store must be open for reading.
 
     ``deep`` steps of every run are folded besides, and held against the trainer's fingerprints.
+    What the ``journal`` says is verified is not read; a check that could look at everything ends
+    it.
 
     `findings.exit_code` says what they amount to.
     """
     names = [choose_run(store, run)] if run else runs_of(store)
+    whole = True
+    for row in _rows(store, names, run, progress, deep, journal):
+        whole = whole and not (isinstance(row, Finding) and row.unchecked)
+        yield row
+    if journal is not None:
+        yield journal.row()
+        if whole:
+            journal.finish()
+
+
+def _rows(
+    store: Store, names: list[str], run: str, progress: Progress, deep: int,
+    journal: Journal | None,
+) -> Iterator[Row]:  # fmt: skip
     yield from _tiers(store)
     for tier in store.tiers:
         yield from check_medium(tier, run)
     for name in names:
-        yield from check_run(store, name, progress, deep)
+        yield from check_run(store, name, progress, deep, journal)
 
 
 def _tiers(store: Store) -> Iterator[Finding]:
@@ -83,16 +101,19 @@ class _Bytes:
         return catalog.without(self.lost - _completed(catalog, self.lost, self.wrong))
 
 
-def check_run(store: Store, run: str, progress: Progress = silent, deep: int = 0) -> Iterator[Row]:
+def check_run(
+    store: Store, run: str, progress: Progress = silent, deep: int = 0,
+    journal: Journal | None = None,
+) -> Iterator[Row]:  # fmt: skip
     """Every finding of one run."""
     catalog = read_catalog(store.tiers, run)
     layouts, found = Layouts(store.tiers, run), _Bytes()
     for tier in store.tiers:
         name = tier.traits.name
         total = sum(ref.nbytes for ref in all_refs(catalog) if name in ref.tiers)
-        check = RecordCheck(tier, run, layouts, progress, total)
+        check = RecordCheck(tier, run, layouts, progress, total, journal)
         yield from check.findings()
-        yield from check_overlaps(tier, run)
+        yield from check_overlaps(tier, run, journal)
         found.lost |= {(name, key) for key in check.lost}
         found.bad[name] = check.bad
         found.wrong |= {(name, key): blocks for key, blocks in check.wrong.items()}
@@ -106,7 +127,8 @@ def check_run(store: Store, run: str, progress: Progress = silent, deep: int = 0
     yield from settled(_check_chains(store, catalog, found), chains_again)
     if deep:
         yield from check_folds(
-            store.tiers, found.sound(catalog), deep, progress, lambda: found.sound(again())
+            store.tiers, found.sound(catalog), deep, progress, lambda: found.sound(again()),
+            journal,
         )  # fmt: skip
 
 

@@ -33,6 +33,7 @@ from adacheck_store.tiers.zarr_packs import Pack, pack_document, parse_pack, pla
 
 from .findings import Finding, finding, of_error, of_tier
 from .fsck_again import settled
+from .fsck_journal import Journal
 
 _SAMPLE = 5
 _BATCH = 1000
@@ -171,11 +172,10 @@ def _pack_objects(pack: Pack) -> dict[str, bytes | None]:
     return expected
 
 
-def check_overlaps(tier: Tier, run: str) -> Iterator[Finding]:
+def check_overlaps(tier: Tier, run: str, journal: Journal | None = None) -> Iterator[Finding]:
     """Copies of a record in several packs: a reader sees the first that reads, fsck all."""
     if not isinstance(tier, ZarrTier):
         return
-    objects = tier.objects
     try:
         widest: Pack | None = None  # of the packs of a place so far, the one that reaches furthest
         checked: set[str] = set()
@@ -185,10 +185,7 @@ def check_overlaps(tier: Tier, run: str) -> Iterator[Finding]:
                     for one in (widest, pack):
                         if str(one.key) not in checked:
                             checked.add(str(one.key))
-                            yield from settled(
-                                pack_blocks(tier.traits.name, objects, one),
-                                partial(_pack_again, tier, str(one.key)),
-                            )
+                            yield from _check_pack(tier, one, journal)
                 if pack.key.last <= widest.key.last:
                     continue
             else:
@@ -196,6 +193,20 @@ def check_overlaps(tier: Tier, run: str) -> Iterator[Finding]:
             widest = pack
     except AdaCheckError as error:
         yield of_tier(error, tier.traits.name)
+
+
+def _check_pack(tier: ZarrTier, pack: Pack, journal: Journal | None) -> Iterator[Finding]:
+    """What is wrong with a pack, unless the journal says that nothing is."""
+    key = str(pack.key)
+    name = journal.name(tier, key, "pack") if journal is not None else b""
+    if journal is not None and journal.holds(name, pack.nbytes):
+        return
+    found = settled(
+        pack_blocks(tier.traits.name, tier.objects, pack), partial(_pack_again, tier, key)
+    )
+    yield from found
+    if journal is not None and not found:
+        journal.add(name)
 
 
 def _pack_again(tier: ZarrTier, key: str) -> list[Finding]:

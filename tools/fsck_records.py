@@ -39,6 +39,7 @@ from adacheck_store.tiers.base import Tier
 from .findings import DAMAGE, Finding, finding, of_error, of_tier
 from .fsck_again import settled
 from .fsck_blocks import BlockCheck, Content, Pieces, Run
+from .fsck_journal import Journal
 from .rows import Progress
 
 
@@ -82,6 +83,7 @@ class RecordCheck:
     layouts: Layouts
     progress: Progress
     total_bytes: int
+    journal: Journal | None = None
     lost: set[str] = field(default_factory=set)
     bad: set[str] = field(default_factory=set)
     wrong: dict[str, set[tuple[str, int]]] = field(default_factory=dict)
@@ -93,6 +95,7 @@ class RecordCheck:
     _known: set[str] = field(default_factory=set)
     _below: int = 0
     _found: dict[str, Content] = field(default_factory=dict)
+    _names: dict[str, bytes] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -149,6 +152,9 @@ class RecordCheck:
         found = list(blocks.findings(item))
         if item.content.runs:
             self._found[text] = item.content
+        if item.last and (name := self._names.pop(text, None)) and self.journal is not None:
+            if not item.content.runs and not item.content.gone:
+                self.journal.add(name)
         return found
 
     def _again(self, text: str, blocks: BlockCheck) -> list[Finding]:
@@ -208,18 +214,33 @@ class RecordCheck:
                 case "extra":
                     yield from self._extra_refs(key, head)
                     yield from self._documents(head, text)
-                    yield from blocks.begin(text, head, None, only)
+                    yield from self._blocks(text, sealed, None, blocks, only)
                 case "base" | "delta":
                     pieces, found = self._fits(head, text)
                     yield from found
                     yield from self._documents(head, text)
-                    yield from blocks.begin(text, head, pieces, only)
+                    yield from self._blocks(text, sealed, pieces, blocks, only)
                 case _:
                     self._take(text, sealed)
         except FormatError as error:
             yield of_error(error, self.name, text, "body")
         except RecordNotFoundError:
             return
+
+    def _blocks(
+        self, text: str, sealed: SealedHead, pieces: Pieces | None, blocks: BlockCheck,
+        only: Collection[tuple[str, int]] | None,
+    ) -> Iterator[Run]:  # fmt: skip
+        """The blocks of a record on their way, unless the journal has it."""
+        head, journal = sealed.head, self.journal
+        judged = pieces is not None or head.kind == "extra"
+        if journal is not None and only is None and head.arrays and judged:
+            with suppress(AdaCheckError):  # whose place cannot be told is not noted
+                self._names[text] = journal.name(self.tier, text, sealed.id)
+                if journal.holds(self._names[text], sum(info.nbytes for info in head.arrays)):
+                    del self._names[text]
+                    return
+        yield from blocks.begin(text, head, pieces, only)
 
     def _take(self, text: str, sealed: SealedHead) -> None:
         """Keep a layout, a manifest or an entry of the log; raises what is wrong with its body."""
