@@ -228,15 +228,21 @@ def doctor_verb(
 @main.command("compact")
 @store_options()
 @click.option("--to", "step", type=click.IntRange(min=0), help="Default: the newest provable.")
+@click.option("--tier", metavar="NAME", default="", help="An LMDB; default: the object tier.")
 @click.option("--inexact", is_flag=True, help="Even if folds here are close to exact, not exact.")
 def compact_verb(
-    store_url: str, cache: str | None, as_json: bool, run: str, step: int | None, inexact: bool
-) -> None:
-    """Fold a run's chain to a base at a step, in the object tier."""
+    store_url: str, cache: str | None, as_json: bool, run: str, step: int | None, tier: str,
+    inexact: bool,
+) -> None:  # fmt: skip
+    """Fold a run's chain to a base at a step, in the object tier, or an LMDB that nobody holds.
+
+    Safe beside a run that trains. An LMDB that its trainer or agent holds is folded by that one
+    alone; while this command writes to another, no trainer can begin there.
+    """
     from adacheck_store.tools.compact import compact
 
     with open_url(store_url, cache) as store, progress_bar() as tell:
-        rows = list(compact(store, run, to=step, inexact=inexact, progress=tell))
+        rows = list(compact(store, run, to=step, tier=tier, inexact=inexact, progress=tell))
     show_rows("compact", store_url, rows, as_json)
 
 

@@ -22,7 +22,7 @@ from adacheck_store.format.head import check_key
 from adacheck_store.format.keys import Key, layout_key, manifest_key, parse_key
 from adacheck_store.format.record import verify_block
 from adacheck_store.recovery import tolerant_line
-from adacheck_store.store import Store
+from adacheck_store.store import Store, writing
 from adacheck_store.tiers.base import Source, Tier
 from adacheck_store.tiers.lmdb import LmdbTier
 from adacheck_store.tiers.zarr import ZarrTier
@@ -186,7 +186,7 @@ class _TierRepair:
         writer: LmdbTier | None = None
         if isinstance(self._tier, LmdbTier) and self._tier.readonly and not self._dry:
             try:
-                writer = LmdbTier(self._tier.path, name=self._name)
+                writer = writing(self._tier)
             except AdaCheckError as error:
                 for text in wrong:
                     yield self._row(text, "damaged", LEFT, error.message)
