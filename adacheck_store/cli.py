@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -143,31 +144,41 @@ def status_verb(store_url: str, cache: str | None, as_json: bool, run: str) -> N
               help="With --deep: steps of each run.")  # fmt: skip
 @click.option("--repair", is_flag=True, help="Rebuild from other tiers, set aside the rest.")
 @click.option("--dry-run", is_flag=True, help="With --repair: only say what would be done.")
+@click.option(
+    "--resume",
+    metavar="FILE",
+    help="Note there what is verified; go on with what a check that was cut off noted.",
+)
 @click.pass_context
 def fsck_verb(
     ctx: click.Context, store_url: str, cache: str | None, as_json: bool, run: str, deep: bool,
-    sample: int, repair: bool, dry_run: bool,
+    sample: int, repair: bool, dry_run: bool, resume: str | None,
 ) -> None:  # fmt: skip
     """Check every record of a store, read-only, and say which steps are provable.
 
     With --deep a sample of steps is folded, and held against the trainer's fingerprints and against
     bases that an earlier one leads to. With --repair what does not verify is first rebuilt from any
     tier that has it right; what none has is moved to _aside. Ends with 4 if all could be rebuilt
-    and the store is clean.
+    and the store is clean. With --resume a check that was cut off goes on where it was: FILE has
+    what it had verified, and is removed when everything has been looked at.
     """
     from adacheck_store.tools.findings import CLEAN, DAMAGED, REPAIRED, Finding, exit_code
     from adacheck_store.tools.fsck import fsck
+    from adacheck_store.tools.fsck_journal import open_journal
     from adacheck_store.tools.repair import REBUILT
     from adacheck_store.tools.repair import repair as mend
 
     if dry_run and not repair:
         raise click.UsageError("--dry-run belongs to --repair")
     rows: list[Any] = []
-    with open_url(store_url, cache) as store, progress_bar() as tell:
+    with ExitStack() as stack:
+        store = stack.enter_context(open_url(store_url, cache))
+        tell = stack.enter_context(progress_bar())
+        journal = stack.enter_context(open_journal(resume, store)) if resume else None
         if repair:
-            rows += mend(store, run, dry_run=dry_run, progress=tell)
+            rows += mend(store, run, dry_run=dry_run, progress=tell, journal=journal)
         repaired = [row.done for row in rows]
-        rows += fsck(store, run, tell, deep=sample if deep else 0)
+        rows += fsck(store, run, tell, deep=sample if deep else 0, journal=journal)
     code = exit_code(row for row in rows if isinstance(row, Finding))
     if repaired and code == CLEAN:
         code = REPAIRED if set(repaired) == {REBUILT} else DAMAGED
@@ -217,15 +228,21 @@ def doctor_verb(
 @main.command("compact")
 @store_options()
 @click.option("--to", "step", type=click.IntRange(min=0), help="Default: the newest provable.")
+@click.option("--tier", metavar="NAME", default="", help="An LMDB; default: the object tier.")
 @click.option("--inexact", is_flag=True, help="Even if folds here are close to exact, not exact.")
 def compact_verb(
-    store_url: str, cache: str | None, as_json: bool, run: str, step: int | None, inexact: bool
-) -> None:
-    """Fold a run's chain to a base at a step, in the object tier."""
+    store_url: str, cache: str | None, as_json: bool, run: str, step: int | None, tier: str,
+    inexact: bool,
+) -> None:  # fmt: skip
+    """Fold a run's chain to a base at a step, in the object tier, or an LMDB that nobody holds.
+
+    Safe beside a run that trains. An LMDB that its trainer or agent holds is folded by that one
+    alone; while this command writes to another, no trainer can begin there.
+    """
     from adacheck_store.tools.compact import compact
 
     with open_url(store_url, cache) as store, progress_bar() as tell:
-        rows = list(compact(store, run, to=step, inexact=inexact, progress=tell))
+        rows = list(compact(store, run, to=step, tier=tier, inexact=inexact, progress=tell))
     show_rows("compact", store_url, rows, as_json)
 
 

@@ -22,8 +22,7 @@ RUN_BLOCKS = 4
 class TierSource:
     """A record of one tier as a `Source` for another; the receiver checks the digests."""
 
-    lasting = True
-    """Every read gives fresh memory."""
+    in_order = True
 
     def __init__(self, tier: Tier, key: str) -> None:
         self.key = key

@@ -235,6 +235,8 @@ class Want:
 class FetchedSource:
     """A record as a source for a put, whose every block comes from a tier that has it right."""
 
+    in_order = True
+
     def __init__(self, fetcher: Fetcher, ref: RecordRef, key: str = "") -> None:
         """Reads the head; raises `BlocksLostError`. It is put under ``key``, if that is given."""
         self.key, self.expected_id = key or ref.key, ref.id

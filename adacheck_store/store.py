@@ -184,6 +184,15 @@ def _open_near(path: Path, capacity: int | None, troubles: list[Trouble]) -> Lmd
         return LmdbTier(path, capacity_bytes=capacity, name=name)
 
 
+def writing(tier: LmdbTier) -> LmdbTier:
+    """An LMDB that was opened for reading, for a tool that writes there; close it when done.
+
+    Raises `TierBusyError` naming the process that holds it.
+    """
+    path = Path(tier.path)
+    return LmdbTier(path, capacity_bytes=_disk_share(path, 1), name=tier.traits.name)
+
+
 def _disk_share(path: Path, ranks: int) -> int | None:
     """Nine tenths of what the disk has for this LMDB: its own file, and a rank's share of the rest.
 

@@ -26,9 +26,11 @@ class Source(Protocol):
     reused by the producer as soon as the next block is asked for. ``seal`` is called once, after
     the last block. Blocks differing from the digests in the head make the put fail. A source may
     have ``sizes``, the bytes of each array by name, to help a tier that cuts arrays into objects,
-    and ``lasting``, True if its blocks' memory is never reused while somebody holds it. It may have
-    ``before_heads``, which tiers of logs call once all blocks of the put are there and synced, and
-    before any of its records is visible; if that raises the put fails.
+    and ``lasting``, True if its blocks' memory is never reused while somebody holds it; beside
+    ``sizes`` also ``in_order``, True if its arrays come one after another as in the head, so that
+    nobody need hold them. It may have ``before_heads``, which tiers of logs call once all blocks of
+    the put are there and synced, and before any of its records is visible; if that raises the put
+    fails.
     """
 
     @property

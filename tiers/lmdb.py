@@ -265,6 +265,13 @@ class LmdbTier(Tier):
                     yield key
             after = batch[-1] + b"\0"
 
+    def stamp(self, key: str) -> str:
+        """A text that is another one once a record was put anew, or all of the folder."""
+        with placed(tier=self.traits.name, key=key, path=self.path):
+            with self._env().reading() as txn:
+                prefix = self._entry(txn, key).prefix
+            return f"{os.stat(os.path.join(self.path, 'data.mdb')).st_ino} {prefix.hex()}"
+
     def _entry(self, txn: lmdb.Transaction, key: str) -> Entry:
         name = head_key(key)
         value = txn.get(name) if len(name) <= 511 else None

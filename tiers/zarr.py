@@ -341,11 +341,11 @@ class ZarrTier(Tier):
             return {name[:-tail]: at for name, at in dated
                     if name.endswith(_TAIL) and is_key(name[:-tail])}  # fmt: skip
 
-    def holding(self, key: str) -> tuple[Key, ...]:
+    def holding(self, key: str, *, fresh: bool = True) -> tuple[Key, ...]:
         """Keys of the packs whose range has a delta's or extra's step, readable or not."""
         with self._placed(key):
             parsed = parse_key(key)
-            return tuple(self._shelf.listing(place_of(parsed), fresh=True).holding(parsed.step))
+            return tuple(self._shelf.listing(place_of(parsed), fresh=fresh).holding(parsed.step))
 
     def load(self, key: str) -> Pack:
         """A pack by its key; raises `RecordNotFoundError` or `MalformedError`."""

@@ -182,28 +182,37 @@ def begin_of(end: int, nbytes: int, chunk: int) -> int:
 
 
 def _take_packed(writer: ChunkWriter, source: Source, held: Pack | None) -> tuple[SealedHead, int]:
-    """Append a record's arrays in the head's order; until that is known they wait in memory.
+    """Append a record's arrays in the head's order; unless they come in it they wait in memory.
 
     Returns the head, and where in the pack they begin: in ``held``, which is repaired, where they
     do there.
     """
     step = parse_key(source.key).step
     intake = Intake(source, held.head(step) if held else None)
+
+    def begin(nbytes: int) -> int:
+        at = begin_of(writer.nbytes, nbytes, writer.chunk)
+        at = at if held is None else max(writer.nbytes, held.records[step].offset)
+        writer.add(memoryview(bytes(at - writer.nbytes)))
+        return at
+
+    sizes = sizes_of(source)
+    if sizes is not None and getattr(source, "in_order", False):
+        at = begin(sum(sizes.values()))
+        for block in intake.blocks():
+            writer.add(block.data)
+        return intake.seal(), at
     lasting = getattr(source, "lasting", False)
     arrays: dict[str, list[Buffer]] = {}
     for block in intake.blocks():
         kept: Buffer = block.data if lasting else bytes(block.data)
         arrays.setdefault(block.array, []).append(kept)
     sealed = intake.seal()
-    nbytes = sum(info.nbytes for info in sealed.head.arrays)
-    begin = begin_of(writer.nbytes, nbytes, writer.chunk)
-    if held is not None:
-        begin = max(writer.nbytes, held.records[step].offset)
-    writer.add(memoryview(bytes(begin - writer.nbytes)))
+    at = begin(sum(info.nbytes for info in sealed.head.arrays))
     for info in sealed.head.arrays:
         for data in arrays.get(info.name, ()):
             writer.add(memoryview(data))
-    return sealed, begin
+    return sealed, at
 
 
 def _same_pack(shelf: PackShelf, sources: list[Source], first: Key, last: Key) -> Pack | None:

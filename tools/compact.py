@@ -1,12 +1,14 @@
-"""Compact a chain by hand: fold it to a replayed base at a step, in the object tier.
+"""Compact a chain by hand: fold it to a replayed base at a step, in a tier.
 
-A base lies under a random token and is written once, so this is safe beside a live writer, can
-be killed anywhere, and done again changes nothing.
+A base lies under a random token and is written once, so this is safe beside a live writer of the
+object tier, can be killed anywhere, and done again changes nothing. An LMDB has one writer at a
+time: one that a trainer or an agent holds is left to it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from adacheck_store.ahead import Now, streamed
@@ -18,6 +20,7 @@ from adacheck_store.fetch import FetchedSource, Fetcher
 from adacheck_store.format.errors import (
     AdaCheckError,
     RecordNotFoundError,
+    TierBusyError,
     TierDamagedError,
     TierReadOnlyError,
     UsageError,
@@ -25,10 +28,11 @@ from adacheck_store.format.errors import (
 from adacheck_store.format.keys import layout_key, manifest_key
 from adacheck_store.format.record import Block
 from adacheck_store.reading import open_layout
-from adacheck_store.recovery import PartPlan, RestorePlan
+from adacheck_store.recovery import PartPlan, RestorePlan, tolerant_line
 from adacheck_store.retention import read_back
-from adacheck_store.store import Store
+from adacheck_store.store import Store, writing
 from adacheck_store.tiers.base import Source, Tier
+from adacheck_store.tiers.lmdb import LmdbTier
 
 from .rows import Progress, choose_run, silent
 
@@ -55,33 +59,91 @@ class CompactRow:
 
 
 def compact(
-    store: Store, run: str = "", *, to: int | None = None, inexact: bool = False,
+    store: Store, run: str = "", *, to: int | None = None, tier: str = "", inexact: bool = False,
     progress: Progress = silent,
 ) -> Iterator[CompactRow]:  # fmt: skip
-    """Make a base of step ``to`` (default: the newest provable) in the object tier, part by part.
+    """Make a base of step ``to`` (default: the newest provable) in a tier, part by part.
 
+    ``tier`` is the name of an LMDB that no other process writes, which gets bases of the parts that
+    it keeps; without it all parts get theirs in the object tier.
     What is written is read back and verified. Raises `NotProvableError` for a step that cannot
-    be produced, `UsageError` for one that retention has passed, and, unless ``inexact``, where
-    this machine folds by another arithmetic than the trainer's; `TierFullError`,
-    `TierReadOnlyError`.
+    be produced, `UsageError` for one that retention has passed, for a tier that is not there or
+    keeps no part, and, unless ``inexact``, where this machine folds by another arithmetic than the
+    trainer's; `TierBusyError` naming who holds an LMDB, `TierFullError`, `TierReadOnlyError`.
     """
     name = choose_run(store, run)
-    tier = store.far
-    if getattr(tier, "readonly", False):
-        raise TierReadOnlyError(
-            "only this node's LMDB is there, and it is open for reading", run=name,
-            hint="bring the object tier back", tier=tier.traits.name,
+    with _writable(store, name, tier) as target:
+        rows = carry_out(
+            store.tiers, name,
+            lambda fetcher, plan: [
+                _compact_part(store, target, fetcher, plan, part, inexact, progress)
+                for part in _parts(store, target, plan)
+            ],
+            step=to,
         )  # fmt: skip
-    rows = carry_out(
-        store.tiers, name,
-        lambda fetcher, plan: [
-            _compact_part(store, tier, fetcher, plan, part, inexact, progress)
-            for part in plan.parts
-        ],
-        step=to,
-    )  # fmt: skip
     for row in rows.result:
         yield replace(row, reasons=rows.reasons)
+
+
+@contextmanager
+def _writable(store: Store, run: str, name: str) -> Iterator[Tier]:
+    """The tier of a name, to be written."""
+    found = next((tier for tier in store.tiers if tier.traits.name == name), None)
+    if not name:
+        found = store.far
+        if getattr(found, "readonly", False):
+            raise TierReadOnlyError(
+                "only this node's LMDB is there, and it is open for reading", run=run,
+                hint="bring the object tier back, or name the LMDB's tier",
+                tier=found.traits.name,
+            )  # fmt: skip
+    if found is None:
+        raise _no_such_tier(store, run, name)
+    if not isinstance(found, LmdbTier):
+        yield found
+        return
+    try:
+        writer = writing(found)
+    except TierBusyError as error:
+        error.hint = (
+            "who holds it folds it by itself, at each multiple of base_every; without --tier a "
+            "base comes to the object tier beside it"
+        )
+        raise
+    try:
+        yield writer
+    finally:
+        writer.close()
+
+
+def _no_such_tier(store: Store, run: str, name: str) -> AdaCheckError:
+    """Why a tier cannot be written."""
+    for trouble in store.troubles:
+        if trouble.tier == name:
+            return trouble.error
+    names = ", ".join(tier.traits.name for tier in store.tiers)
+    what = f"the store has no tier {name[:100]!r}"
+    if name.startswith("agent"):
+        what = "what an agent has in memory it folds by itself, as far as all acknowledge"
+    return UsageError(what, run=run, path=store.url, hint=f"one of: {names}")
+
+
+def _parts(store: Store, tier: Tier, plan: RestorePlan) -> tuple[PartPlan, ...]:
+    """Of a plan's parts those that a tier keeps: an LMDB has those of its own ranks."""
+    if tier.traits.name == store.far.traits.name:
+        return plan.parts
+    catalog = read_catalog([tier], plan.run)
+    line = {segment.term for segment in tolerant_line(catalog)} if catalog.manifests else set()
+    tables = (catalog.bases, catalog.deltas)
+    kept = {part for table in tables for (term, part), refs in table.items()
+            if refs and term in line}  # fmt: skip
+    found = tuple(part for part in plan.parts if part.part in kept)
+    if not found:
+        raise UsageError(
+            f"tier {tier.traits.name} keeps no part of this step", run=plan.run, step=plan.step,
+            hint="a base there would hang on nothing; ls tells what lies where",
+        )  # fmt: skip
+    return found
 
 
 def _compact_part(

@@ -139,6 +139,10 @@ KINDS: dict[str, Kind] = {
         WARNING, "without a head there is no record", "none if a writer died here; if the head "
         "was deleted, the steps that miss it are named", "INV-37",
     ),
+    "unsettled": Kind(
+        WARNING, "nothing is known of it: it may be damage, or what the run did meanwhile",
+        "check again; what rests is settled at once", unchecked=True,
+    ),
     "drift": Kind(
         WARNING, "replayed bases may have drifted further than is measured",
         "let the trainer capture a base", "INV-39",
@@ -195,7 +199,8 @@ class Finding:
     """Something fsck found: in which tier, at which key, what it is and what follows.
 
     ``severity`` is ``damage``, ``warning`` or ``info``; ``invariant`` names the rule of the
-    format that is violated; ``unchecked`` says that something could not be looked at.
+    format that is violated; ``unchecked`` says that something could not be looked at. ``steps`` are
+    the first and last that it is about, where it is about steps.
     """
 
     severity: str
@@ -209,6 +214,7 @@ class Finding:
     path: str = ""
     invariant: str = ""
     unchecked: bool = False
+    steps: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,7 +230,7 @@ class Provable:
 
 def finding(
     kind: str, what: str, *, tier: str = "", key: str = "", run: str = "", path: str = "",
-    invariant: str = "",
+    invariant: str = "", steps: tuple[int, int] | None = None,
 ) -> Finding:  # fmt: skip
     """A finding of a kind of the table."""
     known = KINDS[kind]
@@ -232,6 +238,7 @@ def finding(
         severity=known.severity, kind=kind, tier=tier, key=key, what=what, path=path,
         run=run or (key.split("/", 1)[0] if "/" in key else ""), consequence=known.consequence,
         remedy=known.remedy, invariant=invariant or known.invariant, unchecked=known.unchecked,
+        steps=steps,
     )  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -32,11 +32,13 @@ _FINDINGS_PER_RECORD = 3
 @dataclass(slots=True)
 class Content:
     """A record whose blocks are checked: byte ranges that are not in use, by array, and the blocks
-    that were found ``wrong``, by array and index. ``gone``: it was deleted meanwhile."""
+    that were found ``wrong``, by array and index. ``runs`` has the first blocks of the runs in
+    which anything was found. ``gone``: it was deleted meanwhile."""
 
     key: str
     unused: Mapping[str, Sequence[tuple[int, int]]]
     wrong: set[tuple[str, int]] = field(default_factory=set)
+    runs: set[tuple[str, int]] = field(default_factory=set)
     gone: bool = False
 
 
@@ -64,14 +66,21 @@ class BlockCheck:
         self._tier, self._ahead = tier, ahead
         self._spare = Spare()
 
-    def begin(self, key: str, head: Head, pieces: Pieces | None) -> Iterator[Run]:
-        """Have all blocks of a record read, run by run; without ``pieces`` all bytes are in use."""
+    def begin(
+        self, key: str, head: Head, pieces: Pieces | None,
+        only: Collection[tuple[str, int]] | None = None,
+    ) -> Iterator[Run]:  # fmt: skip
+        """Have all blocks of a record read, run by run; without ``pieces`` all bytes are in use.
+
+        ``only`` are the runs that are wanted, as in `Content.runs`; None for all.
+        """
         unused = {} if pieces is None else {
             info.name: _unused(info, pieces.get(info.name, ())) for info in head.arrays
         }  # fmt: skip
         content = Content(key, unused)
         starts = [(info, first) for info in head.arrays
-                  for first in range(0, len(info.digests), READ_BLOCKS)]  # fmt: skip
+                  for first in range(0, len(info.digests), READ_BLOCKS)
+                  if only is None or (info.name, first) in only]  # fmt: skip
         for number, (info, first) in enumerate(starts, 1):
             read = self._ahead.start(self._read, content, info, first)
             yield Run(content, info, first, read, last=number == len(starts))
@@ -84,6 +93,8 @@ class BlockCheck:
                 content.gone = self._is_gone(content.key)
             if content.gone:
                 return
+            if found:
+                content.runs.add((info.name, run.first))
             if isinstance(found, AdaCheckError):
                 content.wrong.add((info.name, index))
                 if len(content.wrong) <= _FINDINGS_PER_RECORD:

@@ -6,8 +6,9 @@ trainer had: by the fingerprints in its deltas, and by every base that an earlie
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 
 from adacheck_store.catalog import Catalog
 from adacheck_store.drift import Drift, measure, stretch
@@ -18,6 +19,8 @@ from adacheck_store.recovery import PartPlan, Prover, RestorePlan
 from adacheck_store.tiers.base import Tier
 
 from .findings import Finding, finding
+from .fsck_again import settled
+from .fsck_journal import Journal, name_of
 from .ls import line_prover
 from .rows import Progress
 from .whole import Nowhere
@@ -44,20 +47,30 @@ class FoldedRow:
 
 
 def check_folds(
-    tiers: Sequence[Tier], catalog: Catalog, sample: int, progress: Progress
-) -> Iterator[Finding | FoldedRow]:
+    tiers: Sequence[Tier], catalog: Catalog, sample: int, progress: Progress,
+    again: Callable[[], Catalog], journal: Journal | None = None,
+) -> Iterator[Finding | FoldedRow]:  # fmt: skip
     """Fold ``sample`` provable steps of the line, from the newest to the oldest, evenly apart.
 
-    ``catalog`` is of what verifies. Memory is that of a window and of the heads of a chain.
+    ``catalog`` is of what verifies, and ``again`` reads it anew. Memory is that of a window and of
+    the heads of a chain. Rows of folds of the same records come from the ``journal``.
     """
-    prover = line_prover(catalog)
-    if prover is None:
-        return
-    for step in spread(prover.provable_steps(), sample):
+
+    def folded(read: Callable[[], Catalog], step: int) -> list[Finding | FoldedRow]:
+        now = read()
         try:
-            yield from _check_step(tiers, catalog, prover, step, progress)
+            return list(_check_step(tiers, now, step, progress, journal))
         except AdaCheckError as error:
-            yield finding("not-folded", f"step {step}: {error.message}", run=catalog.run)
+            return [_not_folded(now, step, error.message)]
+
+    prover = line_prover(catalog)
+    for step in spread(prover.provable_steps(), sample) if prover is not None else ():
+        yield from settled(folded(lambda: catalog, step), partial(folded, again, step))
+
+
+def _not_folded(catalog: Catalog, step: int, why: str) -> Finding:
+    what = f"step {step}: {why}"
+    return finding("not-folded", what, run=catalog.run, steps=(step, step))
 
 
 def spread(steps: Sequence[int], count: int) -> list[int]:
@@ -70,11 +83,40 @@ def spread(steps: Sequence[int], count: int) -> list[int]:
 
 
 def _check_step(
-    tiers: Sequence[Tier], catalog: Catalog, prover: Prover, step: int, progress: Progress
-) -> Iterator[Finding | FoldedRow]:
-    plan = prover.prove(step)
+    tiers: Sequence[Tier], catalog: Catalog, step: int, progress: Progress,
+    journal: Journal | None,
+) -> Iterator[Finding | FoldedRow]:  # fmt: skip
+    prover = line_prover(catalog)
+    plan = prover.prove(step) if prover is not None else "no term of the run has a manifest"
     if not isinstance(plan, RestorePlan):
+        if not _passed(tiers, catalog, prover, step):
+            yield _not_folded(catalog, step, plan)
         return
+    if journal is None:
+        yield from _fold(tiers, catalog, plan, progress)
+        return
+    name = _name(catalog, plan)
+    if told := journal.told(name):
+        yield FoldedRow(**told)
+        return
+    rows = list(_fold(tiers, catalog, plan, progress))
+    yield from rows
+    if len(rows) == 1 and isinstance(rows[0], FoldedRow):
+        journal.add(name, asdict(rows[0]))
+
+
+def _name(catalog: Catalog, plan: RestorePlan) -> bytes:
+    """The journal's name of a fold: what it gives follows from the ids of what it reads."""
+    leads = [stretch(catalog, part) for part in plan.parts]
+    refs = [ref for lead in leads if lead is not None for ref in (lead[0], *lead[1])]
+    ids = (ref.id for ref in (*plan.records, *refs))
+    return name_of("fold", plan.run, plan.term, str(plan.step), *ids)
+
+
+def _fold(
+    tiers: Sequence[Tier], catalog: Catalog, plan: RestorePlan, progress: Progress
+) -> Iterator[Finding | FoldedRow]:
+    step = plan.step
     checked = differed = compared = 0
     classes: set[str] = set()
     drift: Drift | None = None
@@ -100,6 +142,13 @@ def _check_step(
         checked=checked, differed=differed, compared=compared,
         drift=None if drift is None else drift.absolute,
     )  # fmt: skip
+
+
+def _passed(tiers: Sequence[Tier], catalog: Catalog, prover: Prover | None, step: int) -> bool:
+    """Whether the last tier's floors say that a step may be gone."""
+    segment = prover.segment_of(step) if prover is not None else None
+    floors = catalog.floors.get(tiers[-1].traits.name, ())
+    return segment is not None and any(f.covers(segment.term, "base", step) for f in floors)
 
 
 def _wrong(run: str, step: int, part: PartPlan, error: ReplayMismatchError) -> Finding:

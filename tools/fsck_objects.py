@@ -6,6 +6,7 @@ import os
 import stat
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
@@ -31,6 +32,8 @@ from adacheck_store.tiers.zarr_meta import (
 from adacheck_store.tiers.zarr_packs import Pack, pack_document, parse_pack, place_of
 
 from .findings import Finding, finding, of_error, of_tier
+from .fsck_again import settled
+from .fsck_journal import Journal
 
 _SAMPLE = 5
 _BATCH = 1000
@@ -61,7 +64,10 @@ def _objects(tier: str, objects: Objects, run: str) -> Iterator[Finding]:
                     yield finding("foreign", "an object that is no part of a record", tier=tier,
                                   key=name, path=f"{objects.path}/{name}")  # fmt: skip
             continue
-        yield from check_group(tier, objects, parse_key(owner), list(names))
+        yield from settled(
+            check_group(tier, objects, parse_key(owner), list(names)),
+            partial(_group_again, tier, objects, owner),
+        )
     if aside:
         yield finding("quarantined", f"{aside} objects that a repair set aside", tier=tier,
                       path=f"{objects.path}/{ASIDE}")  # fmt: skip
@@ -92,6 +98,12 @@ def owner_of(name: str) -> str:
         if len(words) > count and is_key("/".join(words[:count])):
             return "/".join(words[:count])
     return ""
+
+
+def _group_again(tier: str, objects: Objects, owner: str) -> list[Finding]:
+    """Another reading of a group; of one that is gone there is nothing to say."""
+    names = list(objects.list(f"{owner}/"))
+    return list(check_group(tier, objects, parse_key(owner), names)) if names else []
 
 
 def check_group(tier: str, objects: Objects, key: Key, names: list[str]) -> Iterator[Finding]:
@@ -160,11 +172,10 @@ def _pack_objects(pack: Pack) -> dict[str, bytes | None]:
     return expected
 
 
-def check_overlaps(tier: Tier, run: str) -> Iterator[Finding]:
+def check_overlaps(tier: Tier, run: str, journal: Journal | None = None) -> Iterator[Finding]:
     """Copies of a record in several packs: a reader sees the first that reads, fsck all."""
     if not isinstance(tier, ZarrTier):
         return
-    objects = tier.objects
     try:
         widest: Pack | None = None  # of the packs of a place so far, the one that reaches furthest
         checked: set[str] = set()
@@ -174,7 +185,7 @@ def check_overlaps(tier: Tier, run: str) -> Iterator[Finding]:
                     for one in (widest, pack):
                         if str(one.key) not in checked:
                             checked.add(str(one.key))
-                            yield from pack_blocks(tier.traits.name, objects, one)
+                            yield from _check_pack(tier, one, journal)
                 if pack.key.last <= widest.key.last:
                     continue
             else:
@@ -182,6 +193,28 @@ def check_overlaps(tier: Tier, run: str) -> Iterator[Finding]:
             widest = pack
     except AdaCheckError as error:
         yield of_tier(error, tier.traits.name)
+
+
+def _check_pack(tier: ZarrTier, pack: Pack, journal: Journal | None) -> Iterator[Finding]:
+    """What is wrong with a pack, unless the journal says that nothing is."""
+    key = str(pack.key)
+    name = journal.name(tier, key, "pack") if journal is not None else b""
+    if journal is not None and journal.holds(name, pack.nbytes):
+        return
+    found = settled(
+        pack_blocks(tier.traits.name, tier.objects, pack), partial(_pack_again, tier, key)
+    )
+    yield from found
+    if journal is not None and not found:
+        journal.add(name)
+
+
+def _pack_again(tier: ZarrTier, key: str) -> list[Finding]:
+    """Another reading of a pack, if it is still there."""
+    try:
+        return list(pack_blocks(tier.traits.name, tier.objects, tier.load(key)))
+    except RecordNotFoundError:
+        return []
 
 
 def pack_blocks(tier: str, objects: Objects, pack: Pack) -> Iterator[Finding]:

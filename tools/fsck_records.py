@@ -6,9 +6,12 @@ Blocks are read ahead, of several records at a time; findings come in the order 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import groupby
+from operator import itemgetter
 
 from adacheck_store.ahead import Ahead
 from adacheck_store.format.bodies import (
@@ -33,8 +36,10 @@ from adacheck_store.format.manifest import Floor, Manifest, decode_log, decode_m
 from adacheck_store.optimizers import check_groups
 from adacheck_store.tiers.base import Tier
 
-from .findings import Finding, finding, of_error, of_tier
-from .fsck_blocks import BlockCheck, Pieces, Run
+from .findings import DAMAGE, Finding, finding, of_error, of_tier
+from .fsck_again import settled
+from .fsck_blocks import BlockCheck, Content, Pieces, Run
+from .fsck_journal import Journal
 from .rows import Progress
 
 
@@ -68,8 +73,8 @@ class Layouts:
 class RecordCheck:
     """Reads all of a run in a tier, once and in order; holds a few runs of blocks at a time.
 
-    After `findings`, ``lost`` has the keys whose blocks or bodies are wrong (their heads may be
-    right), ``bad`` those and all others that cannot be used. ``wrong`` has of those of ``lost`` in
+    After `findings`, ``lost`` has the keys whose heads, blocks or bodies are wrong, ``bad`` those
+    and all others that cannot be used. ``wrong`` has of those of ``lost`` in
     which nothing but blocks is wrong these blocks, by array and index: another tier may have them.
     """
 
@@ -78,6 +83,7 @@ class RecordCheck:
     layouts: Layouts
     progress: Progress
     total_bytes: int
+    journal: Journal | None = None
     lost: set[str] = field(default_factory=set)
     bad: set[str] = field(default_factory=set)
     wrong: dict[str, set[tuple[str, int]]] = field(default_factory=dict)
@@ -86,8 +92,10 @@ class RecordCheck:
     _held_layouts: set[str] = field(default_factory=set)
     _named: set[str] = field(default_factory=set)
     _floors: list[Floor] = field(default_factory=list)
+    _known: set[str] = field(default_factory=set)
     _below: int = 0
-    _unfit: set[str] = field(default_factory=set)
+    _found: dict[str, Content] = field(default_factory=dict)
+    _names: dict[str, bytes] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -96,53 +104,89 @@ class RecordCheck:
 
     def findings(self) -> Iterator[Finding]:
         """Every finding, in the order of keys (layouts, the log and manifests come first)."""
-        waiting: deque[tuple[str, Finding | Run]] = deque()
         with Ahead(self.tier.traits.parallel) as ahead:
             blocks = BlockCheck(self.tier, ahead)
-            for item in self._items(blocks):
-                waiting.append(item)
-                while len(waiting) > ahead.threads + 1:
-                    yield from self._settled(blocks, *waiting.popleft())
-            while waiting:
-                yield from self._settled(blocks, *waiting.popleft())
-        for text in self._unfit:
-            self.wrong.pop(text, None)
+            for text, told in groupby(self._told(blocks, ahead.threads + 1), key=itemgetter(0)):
+                first = [found for _, several in told for found in several]
+                rows = settled(first, partial(self._again, text, blocks)) if text else first
+                self._note(text, rows)
+                yield from rows
         if self._below:
             yield finding("below-floor", f"{self._below} records below the tier's floor",
                           tier=self.name, run=self.run)  # fmt: skip
         yield from self._unnamed()
 
+    def _told(self, blocks: BlockCheck, ahead: int) -> Iterator[tuple[str, list[Finding]]]:
+        """The findings of each item, with the key of its record; so many items are on their way."""
+        waiting: deque[tuple[str, Finding | Run]] = deque()
+        for item in self._items(blocks):
+            waiting.append(item)
+            while len(waiting) > ahead:
+                yield self._read(*waiting.popleft(), blocks)
+        while waiting:
+            yield self._read(*waiting.popleft(), blocks)
+
     def _items(self, blocks: BlockCheck) -> Iterator[tuple[str, Finding | Run]]:
         """Findings, and blocks that are on their way, with the key of the record they are of (empty
-        for one without a head, which no plan has)."""
+        for what is of none)."""
         try:
             for text in self.tier.list(f"{self.run}/"):
-                yield from self._record(parse_key(text), blocks)
+                for item in self._record(parse_key(text), blocks):
+                    yield text, item
         except AdaCheckError as error:
             yield "", of_tier(error, self.name)
 
-    def _settled(self, blocks: BlockCheck, text: str, item: Finding | Run) -> Iterator[Finding]:
-        """What an item amounts to, noted."""
+    def _read(
+        self, text: str, item: Finding | Run, blocks: BlockCheck
+    ) -> tuple[str, list[Finding]]:  # fmt: skip
+        """What an item amounts to."""
+        found = self._amounts_to(text, item, blocks)
+        if isinstance(item, Run):
+            self.done_bytes += item.nbytes
+            self.progress(f"{self.run} in {self.name}", self.done_bytes, self.total_bytes)
+        return text, found
+
+    def _amounts_to(self, text: str, item: Finding | Run, blocks: BlockCheck) -> list[Finding]:
         if isinstance(item, Finding):
-            self._note(text, item)
-            yield item
-            return
-        for found in blocks.findings(item):
-            self._note(text, found)
-            yield found
-        if item.content.wrong:
-            self.wrong[text] = item.content.wrong
-        self.done_bytes += item.nbytes
-        self.progress(f"{self.run} in {self.name}", self.done_bytes, self.total_bytes)
+            return [item]
+        found = list(blocks.findings(item))
+        if item.content.runs:
+            self._found[text] = item.content
+        if item.last and (name := self._names.pop(text, None)) and self.journal is not None:
+            if not item.content.runs and not item.content.gone:
+                self.journal.add(name)
+        return found
 
-    def _note(self, text: str, found: Finding) -> None:
-        if text and found.severity == "damage" and found.kind not in ("layout-missing", "padding"):
-            self.lost.add(text)
+    def _again(self, text: str, blocks: BlockCheck) -> list[Finding]:
+        """Another reading of a record: of all but the blocks that were right."""
+        key, content = parse_key(text), self._found.pop(text, None)
+        self._learn(key.term)
+        items = self._record(key, blocks, content.runs if content is not None else ())
+        return [found for item in items for found in self._amounts_to(text, item, blocks)]
+
+    def _learn(self, term: str) -> None:
+        """Take in the layouts, entries of the log and manifests that have come since."""
+        places = ("layout/", "log/", *([f"{term}/manifest/"] if term else []))
+        for text in [text for place in places for text in self.tier.list(f"{self.run}/{place}")]:
+            if text not in self._known:
+                with suppress(FormatError, RecordNotFoundError):
+                    self._take(text, self.tier.head(text))
+
+    def _note(self, text: str, rows: Sequence[Finding]) -> None:
+        """Keep what rows say of a record."""
+        content = self._found.pop(text, None)
+        kinds = {row.kind for row in rows if row.severity == DAMAGE}
+        kinds -= {"layout-missing", "padding"}
+        if text and (kinds or any(row.unchecked for row in rows)):
             self.bad.add(text)
-            if found.kind != "block":
-                self._unfit.add(text)
+        if text and kinds:
+            self.lost.add(text)
+        if kinds == {"block"} and content is not None:
+            self.wrong[text] = content.wrong
 
-    def _record(self, key: Key, blocks: BlockCheck) -> Iterator[tuple[str, Finding | Run]]:
+    def _record(
+        self, key: Key, blocks: BlockCheck, only: Collection[tuple[str, int]] | None = None
+    ) -> Iterator[Finding | Run]:
         text = str(key)
         try:
             sealed = self.tier.head(text)
@@ -150,47 +194,66 @@ class RecordCheck:
         except RecordNotFoundError:
             return  # deleted since it was listed
         except AdaCheckError as error:
-            self.bad.add(text)
-            yield "", of_error(error, self.name, text)
+            yield of_error(error, self.name, text)
             return
         if key.kind in ("base", "delta", "extra") and self._is_below(key):
             self._below += 1
             return
-        for item in self._contents(key, sealed, blocks):
-            yield text, item
+        yield from self._contents(key, sealed, blocks, only)
 
     def _is_below(self, key: Key) -> bool:
         return any(floor.covers(key.term, key.kind, key.step) for floor in self._floors)
 
     def _contents(
-        self, key: Key, sealed: SealedHead, blocks: BlockCheck
-    ) -> Iterator[Finding | Run]:
+        self, key: Key, sealed: SealedHead, blocks: BlockCheck,
+        only: Collection[tuple[str, int]] | None,
+    ) -> Iterator[Finding | Run]:  # fmt: skip
         head, text = sealed.head, str(key)
         try:
             match head.kind:
-                case "manifest":
-                    self._manifests[sealed.id] = decode_manifest(head)
-                    self._named.update(p.layout for p in self._manifests[sealed.id].parts)
-                case "layout":
-                    decode_layout(head)
-                    self._held_layouts.add(sealed.id)
-                case "claim" | "floor" | "tag":
-                    entry = decode_log(head)
-                    if isinstance(entry, Floor):
-                        self._floors.append(entry)
                 case "extra":
                     yield from self._extra_refs(key, head)
                     yield from self._documents(head, text)
-                    yield from blocks.begin(text, head, None)
-                case _:
+                    yield from self._blocks(text, sealed, None, blocks, only)
+                case "base" | "delta":
                     pieces, found = self._fits(head, text)
                     yield from found
                     yield from self._documents(head, text)
-                    yield from blocks.begin(text, head, pieces)
+                    yield from self._blocks(text, sealed, pieces, blocks, only)
+                case _:
+                    self._take(text, sealed)
         except FormatError as error:
             yield of_error(error, self.name, text, "body")
         except RecordNotFoundError:
             return
+
+    def _blocks(
+        self, text: str, sealed: SealedHead, pieces: Pieces | None, blocks: BlockCheck,
+        only: Collection[tuple[str, int]] | None,
+    ) -> Iterator[Run]:  # fmt: skip
+        """The blocks of a record on their way, unless the journal has it."""
+        head, journal = sealed.head, self.journal
+        judged = pieces is not None or head.kind == "extra"
+        if journal is not None and only is None and head.arrays and judged:
+            with suppress(AdaCheckError):  # whose place cannot be told is not noted
+                self._names[text] = journal.name(self.tier, text, sealed.id)
+                if journal.holds(self._names[text], sum(info.nbytes for info in head.arrays)):
+                    del self._names[text]
+                    return
+        yield from blocks.begin(text, head, pieces, only)
+
+    def _take(self, text: str, sealed: SealedHead) -> None:
+        """Keep a layout, a manifest or an entry of the log; raises what is wrong with its body."""
+        head = sealed.head
+        if head.kind == "manifest":
+            self._manifests[sealed.id] = decode_manifest(head)
+            self._named.update(p.layout for p in self._manifests[sealed.id].parts)
+        elif head.kind == "layout":
+            decode_layout(head)
+            self._held_layouts.add(sealed.id)
+        elif isinstance(entry := decode_log(head), Floor) and text not in self._known:
+            self._floors.append(entry)
+        self._known.add(text)
 
     def _fits(self, head: Head, key: str) -> tuple[Pieces | None, list[Finding]]:
         """The ranges in use of a base's or delta's arrays, and whether it fits its layout."""

@@ -27,7 +27,7 @@ from adacheck_store.retention import (
     standing,
     tier_catalog,
 )
-from adacheck_store.store import Store
+from adacheck_store.store import Store, writing
 from adacheck_store.terms import CLAIM_S, newer_claims, put_floor, read_log
 from adacheck_store.tiers.base import Tier
 from adacheck_store.tiers.lmdb import LmdbTier
@@ -155,7 +155,7 @@ class _RunGc:
             yield from self._tier(tier, live, dead, highest, (parts, _ranks(parts)))
             return
         try:
-            writer = LmdbTier(tier.path, name=tier.traits.name)
+            writer = writing(tier)
         except AdaCheckError as error:
             yield self._row(tier, "floor", "left", why=error.message)
             return

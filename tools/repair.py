@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from adacheck_store.beginning import Place, stood_in
 from adacheck_store.catalog import Catalog, RecordRef, Table, read_catalog
@@ -21,7 +22,7 @@ from adacheck_store.format.head import check_key
 from adacheck_store.format.keys import Key, layout_key, manifest_key, parse_key
 from adacheck_store.format.record import verify_block
 from adacheck_store.recovery import tolerant_line
-from adacheck_store.store import Store
+from adacheck_store.store import Store, writing
 from adacheck_store.tiers.base import Source, Tier
 from adacheck_store.tiers.lmdb import LmdbTier
 from adacheck_store.tiers.zarr import ZarrTier
@@ -29,6 +30,7 @@ from adacheck_store.tiers.zarr_packs import expand
 
 from . import agents
 from .findings import DAMAGE
+from .fsck_journal import Journal
 from .fsck_objects import check_group, check_medium, check_overlaps, pack_blocks
 from .fsck_records import Layouts, RecordCheck
 from .rows import Progress, all_refs, choose_run, runs_of, silent
@@ -59,17 +61,19 @@ class RepairRow:
 
 
 def repair(
-    store: Store, run: str = "", *, dry_run: bool = False, progress: Progress = silent
+    store: Store, run: str = "", *, dry_run: bool = False, progress: Progress = silent,
+    journal: Journal | None = None,
 ) -> Iterator[RepairRow]:  # fmt: skip
     """Repair every tier of a store, or one run of it; in a dry run only say what would be done.
 
     An LMDB that a writer holds is left as it is, and so are log entries, forks, and records whose
     bytes are what their writer wrote. What living agents of this node have in memory is read like
-    any tier. Raises what a medium says that does not take a write.
+    any tier. What the ``journal`` says is verified is not read again to find what is wrong.
+    Raises what a medium says that does not take a write.
     """
     for name in [choose_run(store, run)] if run else runs_of(store):
         with agents.meet(store.url, name) as met:
-            survey = _Survey(store, name, progress, met)
+            survey = _Survey(store, name, progress, met, journal)
             for tier in store.tiers:
                 yield from _TierRepair(survey, tier, dry_run).rows()
 
@@ -82,7 +86,10 @@ class _Survey:
     read whole: what they have is unknown, so nothing may be given up for lost.
     """
 
-    def __init__(self, store: Store, run: str, progress: Progress, met: agents.Met) -> None:
+    def __init__(
+        self, store: Store, run: str, progress: Progress, met: agents.Met,
+        journal: Journal | None,
+    ) -> None:  # fmt: skip
         self.store, self.run = store, run
         self.holders: tuple[Tier, ...] = (*met.memories, *store.tiers)
         self.wrong: dict[str, set[str]] = defaultdict(set)
@@ -95,8 +102,9 @@ class _Survey:
         for tier in store.tiers:
             name = tier.traits.name
             total = sum(ref.nbytes for ref in all_refs(catalog) if name in ref.tiers)
-            check = RecordCheck(tier, run, layouts, progress, total)
-            for found in (*check.findings(), *check_medium(tier, run), *check_overlaps(tier, run)):
+            check = RecordCheck(tier, run, layouts, progress, total, journal)
+            overlaps = check_overlaps(tier, run, journal)
+            for found in chain(check.findings(), check_medium(tier, run), overlaps):
                 if found.unchecked:
                     self.unread.add(name)
                 elif found.severity == DAMAGE and found.key:
@@ -178,7 +186,7 @@ class _TierRepair:
         writer: LmdbTier | None = None
         if isinstance(self._tier, LmdbTier) and self._tier.readonly and not self._dry:
             try:
-                writer = LmdbTier(self._tier.path, name=self._name)
+                writer = writing(self._tier)
             except AdaCheckError as error:
                 for text in wrong:
                     yield self._row(text, "damaged", LEFT, error.message)

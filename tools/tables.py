@@ -15,6 +15,7 @@ from .doctor import CheckRow
 from .drill import DrillRow
 from .findings import Finding, Provable, exit_code
 from .fsck_deep import FoldedRow
+from .fsck_journal import ResumedRow
 from .log import FloorRow, TermRow
 from .ls import HoldingRow, RunRow
 from .repair import LEFT, RepairRow
@@ -193,7 +194,7 @@ def _print_tree(console: Console, value: Mapping[str, Any], depth: int) -> None:
 
 
 def print_findings(
-    console: Console, rows: list[RepairRow | Finding | Provable | FoldedRow]
+    console: Console, rows: list[RepairRow | Finding | Provable | FoldedRow | ResumedRow]
 ) -> None:
     """Repairs, findings by severity, provable steps, and the result in a line."""
     print_table(
@@ -235,6 +236,12 @@ def print_findings(
             for r in rows if isinstance(r, FoldedRow)
         ),
     )  # fmt: skip
+    for resumed in (row for row in rows if isinstance(row, ResumedRow)):
+        console.print(
+            f"taken from the journal {escape(resumed.journal)}, begun {resumed.age_s / 3600:.1f} h "
+            f"ago, and not read again: {resumed.records} records ({size(resumed.nbytes)}), "
+            f"{resumed.folds} folded steps"
+        )
     console.print(summary(findings))
 
 

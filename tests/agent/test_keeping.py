@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from adacheck_store.cli_kit import open_url
-from adacheck_store.format.errors import RestoreError
+from adacheck_store.format.errors import RestoreError, TierBusyError
 from adacheck_store.policy import Retention
 from adacheck_store.restore import restore_state
 from adacheck_store.store import open_for_reading
@@ -128,6 +128,33 @@ def test_repair_from_an_agents_memory(here: Node) -> None:
         found = restore_state(store.tiers, RUN)
     reference(12).assert_same(found)
     assert found.step == 12
+
+
+def test_a_base_in_an_agents_lmdb(here: Node) -> None:
+    """While the agent lives it is left to it; then it is written, and the next agent goes on."""
+    trainer = Trainer(here, 13)
+    trainer.reach(13)
+    until(lambda: far_has(here, 13), "all is drained")
+    with open_for_reading(here.url) as store:
+        (tier,) = (tier.traits.name for tier in store.uppers)
+        with pytest.raises(TierBusyError, match="pid"):
+            list(compact(store, RUN, to=11, tier=tier))
+    trainer.kill()
+    here.kill()
+    with open_for_reading(here.url) as store:
+        (row,) = compact(store, RUN, to=11, tier=tier)
+        assert (row.done, row.tier, row.step) == ("folded", tier, 11)
+    assert not damage(here.url)
+    trainer = Trainer(here, 40)
+    trainer.reach(40)
+    until(lambda: far_has(here, 40), "all is drained")
+    assert not damage(here.url)
+    with open_for_reading(here.url) as store:
+        found = restore_state(store.tiers, RUN)
+    reference(40).assert_same(found)
+    trainer.kill()
+    here.kill()
+    assert not damage(here.url)
 
 
 def far_has(node: Node, step: int) -> bool:

@@ -1,21 +1,25 @@
 """A part of any size, made cheaply, and a verb run on it with its memory watched.
 
-``python -m tests.attack.big make|compact|fsck|restore STORE ELEMENTS [TARGET]``; prints its cost.
+``python -m tests.attack.big make|harm|compact|fsck|repair|restore STORE ELEMENTS [TARGET]``; prints
+its cost.
 """
 
 from __future__ import annotations
 
 import resource
+import shutil
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import torch
 
 from adacheck_store.arrays import byte_view, scalar_of
 from adacheck_store.boundary import Link
+from adacheck_store.drain import TierSource
 from adacheck_store.format.bodies import (
     BaseBody,
     DeltaBody,
@@ -27,18 +31,26 @@ from adacheck_store.format.bodies import (
 )
 from adacheck_store.format.head import ArrayInfo, Head, SealedHead
 from adacheck_store.format.ids import BLOCK_BYTES, block_digest
-from adacheck_store.format.keys import base_key, delta_key, extra_key, layout_key, manifest_key
+from adacheck_store.format.keys import (
+    base_key,
+    delta_key,
+    extra_key,
+    layout_key,
+    manifest_key,
+    parse_key,
+)
 from adacheck_store.format.layout import Layout, Section, Slice, whole_box
 from adacheck_store.format.manifest import Manifest, PartEntry
 from adacheck_store.format.record import Block, Record
 from adacheck_store.optimizers import arithmetic_digest, group_values, spec_of
-from adacheck_store.store import open_store
+from adacheck_store.store import Store, open_store
 from adacheck_store.terms import claim_term
 from adacheck_store.tiers.base import RecordSource
 from adacheck_store.tools.compact import compact
 from adacheck_store.tools.findings import Finding
 from adacheck_store.tools.fsck import fsck
 from adacheck_store.tools.fsck_deep import FoldedRow
+from adacheck_store.tools.repair import REBUILT, repair
 from adacheck_store.tools.restore import restore
 
 RUN, PART, RANK = "big", "p000000", "r000000"
@@ -135,6 +147,35 @@ def make(url: str, elements: int) -> None:
         far.sync()
 
 
+def harm(url: str) -> None:
+    """All is copied to this node's LMDB; of the objects a base and a delta are damaged, and
+    a delta is lost."""
+    with open_store(url, write=True, lmdb_bytes=64 << 30) as store:
+        keys = list(store.far.list(f"{RUN}/"))
+        order = ("layout", "manifest", "base", "delta", "extra")
+        kinds = {key: parse_key(key).kind for key in keys}
+        for key in sorted(kinds, key=lambda key: order.index(kinds[key]) if kinds[key] in order
+                          else len(order)):  # fmt: skip
+            if kinds[key] in order:
+                store.near.put([TierSource(store.far, key)])
+        store.near.sync()
+    root = Path(urlsplit(url).path) / "objects"
+    (lost, flipped, *_) = sorted(root.glob("*/*/p000000/pack/*"))
+    (base,) = root.glob("*/*/p000000/base/*")
+    for path in (flipped / "data" / "c" / "0", base / "s0" / "param" / "c" / "0"):
+        data = bytearray(path.read_bytes())
+        data[1000] ^= 1
+        path.write_bytes(data)
+    shutil.rmtree(lost)
+
+
+def mend(store: Store) -> None:
+    """Repair what `harm` did."""
+    rows = list(repair(store, RUN))
+    assert {row.done for row in rows} == {REBUILT}, rows
+    assert sorted(row.was for row in rows) == ["damaged", "damaged", "missing"], rows
+
+
 def anonymous_kib() -> int:
     """RssAnon of this process."""
     for line in Path("/proc/self/status").read_text().splitlines():
@@ -159,6 +200,8 @@ def watched(what: str, url: str, target: str) -> None:
         if what == "compact":
             (row,) = compact(store, RUN)
             assert (row.done, row.deltas) == ("folded", DELTAS), row
+        elif what == "repair":
+            mend(store)
         elif what == "fsck":
             found = list(fsck(store, RUN, deep=1))
             (folded,) = [row for row in found if isinstance(row, FoldedRow)]
@@ -177,5 +220,7 @@ def watched(what: str, url: str, target: str) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "make":
         make(sys.argv[2], int(sys.argv[3]))
+    elif sys.argv[1] == "harm":
+        harm(sys.argv[2])
     else:
         watched(sys.argv[1], sys.argv[2], sys.argv[-1])

@@ -1,4 +1,4 @@
-"""Compact, restore and fsck stream: their memory does not grow with the part."""
+"""Compact, restore, fsck and repair stream: their memory does not grow with the part."""
 
 from __future__ import annotations
 
@@ -38,6 +38,14 @@ def measure(root: Path, state_mib: int, timeout_s: float) -> dict[str, list[floa
     return found
 
 
+def measure_repair(root: Path, state_mib: int, timeout_s: float) -> list[float]:
+    """The same of a repair, of a base and a delta that are damaged, and one that is lost."""
+    url, elements = (root / "store").as_uri(), state_mib * MIB // 12 // MIB * MIB
+    call("make", url, elements, timeout_s=timeout_s)
+    call("harm", url, timeout_s=timeout_s)
+    return call("repair", url, timeout_s=timeout_s)
+
+
 class Sizes:
     """Objects of which only names, places and lengths are known."""
 
@@ -72,6 +80,25 @@ def test_a_part_of_a_quarter_gigabyte(tmp_path: Path) -> None:
     print(found)
     for verb, (most, before, _, _) in found.items():
         assert most - before < 200, f"{verb} took {most - before} MiB"
+
+
+def test_a_repair_of_a_quarter_gigabyte(tmp_path: Path) -> None:
+    most, before, _, _ = measure_repair(tmp_path, 264, 200)
+    print(most, before)
+    assert most - before < 200
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_repair_of_three_times_that_takes_no_more(tmp_path: Path) -> None:
+    taken = []
+    for mib in (264, 792):
+        folder = tmp_path / str(mib)
+        folder.mkdir()
+        most, before, _, _ = measure_repair(folder, mib, 600)
+        taken.append(most - before)
+    print(taken)
+    assert taken[1] < taken[0] + 32, taken
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from adacheck_store.store import open_for_reading
 from adacheck_store.tiers import failpoints
 from tests.core.toy import Toy
 from tests.forked import run
-from tests.tools.stores import LAST, RUN, cli, cli_json, findings, tree_digest
+from tests.tools.stores import LAST, RUN, cli, cli_json, findings, keys_of, tree_digest
 
 pytestmark = pytest.mark.fault
 OTHER = "imported"
@@ -57,6 +57,12 @@ def has_base(target: Path, store: Path) -> bool:
         return any(f"/base/{LAST - 1:012}-" in key for key in opened.far.list(f"{RUN}/"))
 
 
+def has_near_base(target: Path, store: Path) -> bool:
+    """Whether the LMDB has a base of the step."""
+    del target
+    return any(f"/base/{LAST - 1:012}-" in key for key in keys_of(store, "lmdb", "base"))
+
+
 def has_tag(target: Path, store: Path) -> bool:
     """Whether the tag stands."""
     del target
@@ -77,6 +83,9 @@ ACTS = {
     "torch": Act(("export", "STORE", "TARGET", "--format", "torch"), model_in),
     "dcp": Act(("export", "STORE", "TARGET", "--format", "dcp"), model_in),
     "compact": Act(("compact", "STORE", "--to", str(LAST - 1)), has_base, writes=True),
+    "compact --tier": Act(
+        ("compact", "STORE", "--to", str(LAST - 1), "--tier", "lmdb"), has_near_base, writes=True
+    ),
     "tag": Act(("tag", "STORE", "good", str(LAST)), has_tag, writes=True),
     "import": Act(
         ("import", "STORE", "SOURCE", "--run", OTHER, "--step", "7"), has_other, writes=True
