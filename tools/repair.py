@@ -64,8 +64,8 @@ def repair(
     """Repair every tier of a store, or one run of it; in a dry run only say what would be done.
 
     An LMDB that a writer holds is left as it is, and so are log entries, forks, and records whose
-    bytes are what their writer wrote. What living agents of this node have in memory is read like
-    any tier. Raises what a medium says that does not take a write.
+    bytes are what their writer wrote. What living agents have, those of this node and those that
+    they know of, is read like any tier. Raises what a medium says that does not take a write.
     """
     for name in [choose_run(store, run)] if run else runs_of(store):
         with agents.meet(store.url, name) as met:
@@ -77,14 +77,14 @@ def repair(
 class _Survey:
     """What a run consists of and what is wrong with it, tier by tier, before anything is done.
 
-    ``holders`` are the tiers that may give a record: those of the store and the memories of agents.
+    ``holders`` are the tiers that may give a record: those of the store and what agents have.
     ``wrong`` has the keys of records and packs by tier; ``unread`` the holders that could not be
     read whole: what they have is unknown, so nothing may be given up for lost.
     """
 
     def __init__(self, store: Store, run: str, progress: Progress, met: agents.Met) -> None:
         self.store, self.run = store, run
-        self.holders: tuple[Tier, ...] = (*met.memories, *store.tiers)
+        self.holders: tuple[Tier, ...] = (*met.memories, *store.tiers, *met.others)
         self.wrong: dict[str, set[str]] = defaultdict(set)
         self.unread = {trouble.tier for trouble in store.troubles}
         self.unread |= {f"agent {name}" for name in met.silent}
