@@ -212,7 +212,7 @@ def test_damage_beside_a_floor_that_rises_is_found(
 def hole(low: int, high: int) -> Finding:
     """A finding about steps."""
     key = f"{RUN}/t/p/delta/{low:012d}"
-    return finding("hole", f"{low}..{high}", tier="lmdb", key=key, steps=(low, high))
+    return finding("hole", f"{low}..{high}", tier="lmdb", key=key, span=(low, high))
 
 
 def test_what_is_settled_and_how_often_it_is_read() -> None:
@@ -235,7 +235,7 @@ def test_what_is_settled_and_how_often_it_is_read() -> None:
     assert isinstance(row, Finding)
     assert (row.kind, row.severity, row.unchecked) == ("unsettled", "warning", True)
     # Two kinds, tiers or places are two findings.
-    other = finding("hole", "5..7", tier="lmdb", key=f"{RUN}/t/q/delta/{5:012d}", steps=(5, 7))
+    other = finding("hole", "5..7", tier="lmdb", key=f"{RUN}/t/q/delta/{5:012d}", span=(5, 7))
     assert play_readings([hole(5, 7)], [other], [other])[1] == 3
 
 
