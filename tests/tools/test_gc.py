@@ -603,6 +603,8 @@ def test_tags_by_the_command(store: Path) -> None:
     code, document = cli_json("tag", store, "end")
     assert code == 0
     assert (document["rows"][0]["step"], document["rows"][0]["done"]) == (END, "added")
+    code, document = cli_json("tag", store, "end", END)  # done again it changes nothing
+    assert (code, document["rows"][0]["done"]) == (0, "stands")
     assert cli("tag", store, "early", 3).exit_code == 0
     rows = cli_json("tag", store)[1]["rows"]
     assert [(row["name"], row["step"], row["base"]) for row in rows] == [
