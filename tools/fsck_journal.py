@@ -160,7 +160,7 @@ def open_journal(path: str | os.PathLike[str], store: Store) -> Iterator[Journal
 
 
 def _begun(path: str, fd: int, store: str) -> float:
-    """When the journal was begun; a new one is, and an end that was cut off is taken away."""
+    """When the journal was begun; a new one is, and a line that was cut off is ended."""
     size = os.fstat(fd).st_size
     first = os.pread(fd, 4096, 0)
     line, whole, _ = first.partition(b"\n")
@@ -181,10 +181,8 @@ def _begun(path: str, fd: int, store: str) -> float:
             f"the journal is of another store, {head['store']}, and this is {store}", path=path,
             hint="name a new file",
         )  # fmt: skip
-    end = size
-    while end and os.pread(fd, 1, end - 1) != b"\n":
-        end -= 1
-    os.ftruncate(fd, end)
+    if os.pread(fd, 1, size - 1) != b"\n":
+        _write(path, fd, b"\n")
     return float(head["began"])
 
 
