@@ -62,6 +62,7 @@ class StepEngine:
         self._optimizer = make_optimizer(spec)
         self._step = raw_step(spec)
         self._groups: dict[int, tuple[Groups, list[dict[str, Any]]]] = {}
+        self._halves: dict[int, tuple[Groups, bool]] = {}
 
     def apply(self, pieces: Sequence[Piece], groups: Groups) -> None:
         """One update of the given pieces (those with a gradient), in place."""
@@ -79,7 +80,13 @@ class StepEngine:
 
     def takes_halves(self, groups: Groups) -> bool:
         """Whether pieces should come with gradients as they are kept, for the compiled kernel."""
-        return all(kernels.takes(self._cls, values) for values in self._keywords(groups))
+        kept = self._halves.get(id(groups))
+        if kept is None:
+            if len(self._halves) == GROUPS_MAX:
+                self._halves.clear()
+            takes = all(kernels.takes(self._cls, values) for values in self._keywords(groups))
+            kept = self._halves[id(groups)] = groups, takes
+        return kept[1]
 
     def _compiled(self, piece: Piece, keywords: list[dict[str, Any]]) -> bool:
         """Let the compiled kernel do a piece; False, and the gradient decoded, if it cannot."""

@@ -276,17 +276,17 @@ class Fold:
         for loaded in leg.loads:
             loaded.result()
         for index, window in enumerate(leg.windows):
-            section, start = window.section, window.start
+            section = window.section
             if leg.first:
-                self._check(section, self.base_step, start, window.views, {})
+                self._check(window, self.base_step, {})
             for delta, updates in zip(leg.deltas, leg.updates, strict=True):
                 self._apply(section, delta, updates[index] if updates else [])
-                self._apply_sets(section, delta, start, window.stop, window.views)
-                self._check(section, delta.step, start, window.views, delta.sums)
+                self._apply_sets(window, delta)
+                self._check(window, delta.step, delta.sums)
             if leg.last:
                 for piece in window.pieces:
                     self._scalars[section.name, piece.slice] = dict(piece.scalars)
-                sink.done(section, start, window.stop, window.views)
+                sink.done(section, window.start, window.stop, window.views)
         for read in leg.reads:
             self._spare.give(read.result())
 
@@ -300,10 +300,7 @@ class Fold:
                 f"array {section.name}/{role} does not fit the layout", rule="base"
             )  # fmt: skip
 
-    def _apply(
-        self, section: Section, delta: Delta,
-        updates: Updates,
-    ) -> None:  # fmt: skip
+    def _apply(self, section: Section, delta: Delta, updates: Updates) -> None:
         engine = self._engines[section.optimizer] if updates else None
         for number, stepping, runs in updates:
             assert engine is not None
@@ -316,39 +313,39 @@ class Fold:
                 engine.apply(stepping, groups)
                 _refuse_new_state(stepping)
 
-    def _apply_sets(
-        self, section: Section, delta: Delta, start: int, stop: int,
-        views: Mapping[str, torch.Tensor],
-    ) -> None:  # fmt: skip
+    def _apply_sets(self, window: Window, delta: Delta) -> None:
+        section, start = window.section, window.start
         for entry in delta.body.sets:
             if entry.section != section.name:
                 continue
             item = section.slices[entry.slice]
-            low, high = max(item.offset, start), min(item.offset + item.elements, stop)
+            low, high = max(item.offset, start), min(item.offset + item.elements, window.stop)
             if low < high:
                 begin = entry.offset + low - item.offset
                 delta.reader.read_into(
                     set_array(section.name, entry.role), begin,
-                    views[entry.role][low - start : high - start],
+                    window.views[entry.role][low - start : high - start],
                 )  # fmt: skip
 
-    def _check(
-        self, section: Section, step: int, start: int, views: Mapping[str, torch.Tensor],
-        sums: Mapping[str, Mapping[int, int]],
-    ) -> None:  # fmt: skip
+    def _check(self, window: Window, step: int, sums: Mapping[str, Mapping[int, int]]) -> None:
         """Compare the window's blocks with the trainer's fingerprints of this step, if any."""
-        for role, view in views.items():
-            name, size = f"{section.name}/{role}", item_bytes(section.dtypes[role])
+        section = window.section
+        for role, view in window.views.items():
+            name = f"{section.name}/{role}"
             expected = sums.get(name)
             if not expected and step != self.base_step:
                 continue
-            first, end = start * size, (start + view.numel()) * size
+            size = item_bytes(section.dtypes[role])
+            first, end = window.start * size, (window.start + view.numel()) * size
             blocks = range(first // BLOCK_BYTES, block_count(end))
             if not expected:
                 self._last_match.update(((name, index), step) for index in blocks)
                 continue
+            due = [index for index in blocks if index in expected]
+            if not due:
+                continue
             data, total = byte_view(view), section.elements * size
-            for index in (index for index in blocks if index in expected):
+            for index in due:
                 at = index * BLOCK_BYTES
                 if first <= at and min(at + BLOCK_BYTES, total) <= end:
                     block = data[at - first : at - first + BLOCK_BYTES]

@@ -64,7 +64,9 @@ class Status:
 
     ``step`` is the last boundary handed over, ``stored`` the last one synced in the near tier,
     ``drained`` the last one in the far tier, ``base`` the newest base. ``exposed``: training goes
-    on without being saved. ``degraded``: fewer than k+1 agents hold this rank's newest step.
+    on without being saved. ``behind``: the far tier is more than ``object_lag`` steps behind what
+    is stored nearer, for it does not keep up. ``degraded``: fewer than k+1 agents hold this rank's
+    newest step.
     ``last_error``: what keeps something from being done, or waits for somebody to do something.
     ``exactness`` is the class of the newest base; ``mismatch`` says what the last fold found wrong
     with the chain, if one ever did. ``passed_over`` says which newer steps the restore has passed
@@ -100,6 +102,7 @@ class Status:
     busy_s: Mapping[str, float] = field(default_factory=dict)
     passed_over: str = ""
     degraded: bool = False
+    behind: bool = False
     requests: Mapping[str, int] = field(default_factory=dict)
     redundancy: str = ""
 
@@ -122,6 +125,7 @@ def status_of(
         near=store.near.traits.name, far=store.far.traits.name,
         exactness=progress.exactness, mismatch=mismatch, drift=progress.drift,
         busy_s=busy(writer, upkeep), passed_over=passed_over, degraded=progress.degraded,
+        behind=progress.behind,
         requests=store.far.requests(),
     )  # fmt: skip
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 
 from .catalog import RecordRef
 from .drift import Drift
 from .recovery import PartPlan, RestorePlan
+
+log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(slots=True)
@@ -61,3 +64,29 @@ class Progress:
     exactness: str = "exact"
     cpu_s: float = 0.0
     degraded: bool = False
+    behind: bool = False
+
+
+class Lag:
+    """Says, once each time, that the far tier is further behind what is stored than it may be.
+
+    ``most``: steps. What was stored before this process counts for nothing here.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._first: int | None = None
+
+    def look(self, progress: Progress) -> None:
+        """Something was stored, or drained: whether it is ``behind``."""
+        if self._first is None and progress.stored >= 0:
+            self._first = progress.stored
+        if self._first is None:
+            return
+        steps = progress.stored - max(progress.drained, self._first - 1)
+        if steps > self._most and not progress.behind:
+            log.warning(
+                "the far tier is %d steps behind, more than object_lag (%d): it does not keep up, "
+                "and a machine that is lost takes these steps along", steps, self._most,
+            )  # fmt: skip
+        progress.behind = steps > self._most

@@ -34,7 +34,7 @@ from .group import Group
 from .pruner import Pruner
 from .recovery import PartPlan, Prover, tolerant_line
 from .store import Store
-from .tail import Progress, Tail
+from .tail import Lag, Progress, Tail
 from .terms import check_fence
 
 log = logging.getLogger(__name__)
@@ -72,6 +72,7 @@ class Upkeep:
         self._flushing = bool(backlog)
         self._changed = threading.Condition(threading.RLock())
         self._progress = Progress(base=tail.base.step if tail.base else -1)
+        self._lag = Lag(settings.object_lag)
         self._pruner = Pruner(
             store, run=run, term=term, group=group, settings=settings, changed=self._changed,
             progress=self._progress, captured=self._captured,
@@ -133,6 +134,7 @@ class Upkeep:
                     self._pruner.want_near()
                 self._undrained.append(parse_key(ref.key))
             self._progress.stored = step
+            self._lag.look(self._progress)
             self._changed.notify_all()
 
     def flush(self, timeout_s: float | None) -> bool:
@@ -340,6 +342,7 @@ class Upkeep:
             self._farthest = max(self._farthest, *(key.step for key in done))
             reached = min(left) if left else self._farthest
             self._progress.drained = max(self._progress.drained, reached)
+            self._lag.look(self._progress)
             self._pruner.want_near()  # the far floor may be higher
             whole = [step for step in self._far_bases if step <= self._progress.drained]
             if whole and max(whole) > self._progress.far_base:

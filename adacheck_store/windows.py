@@ -17,7 +17,7 @@ import torch
 
 from adacheck_store.format.bodies import Grad, SectionState, grad_array
 from adacheck_store.format.layout import Section, Slice
-from adacheck_store.tiers.transfer import populate
+from adacheck_store.tiers.transfer import HUGE_BYTES, populate
 
 from .arrays import byte_view, from_typed
 from .engines import Piece
@@ -54,7 +54,10 @@ class Spare:
             free = self._of(nbytes)
             if free:
                 return free.pop()
-        return torch.empty(nbytes, dtype=torch.uint8)
+        memory = torch.empty(nbytes, dtype=torch.uint8)
+        if nbytes >= HUGE_BYTES:
+            populate(byte_view(memory))
+        return memory
 
     def give(self, memory: torch.Tensor) -> None:
         """Take back what nobody reads any more, as it was taken or as a view of all of it."""

@@ -97,10 +97,14 @@ Row = AgentRow | ChainRow | DrainRow
 
 @dataclass(slots=True)
 class Met:
-    """Agents that have answered, the memories of those on this node, and who did not answer."""
+    """Agents that have answered, and who did not answer.
+
+    ``memories`` are of those on this node, ``others`` memories and LMDBs of those on other nodes.
+    """
 
     said: list[dict[str, Any]] = field(default_factory=list)
     memories: list[Tier] = field(default_factory=list)
+    others: list[Tier] = field(default_factory=list)
     silent: dict[str, AdaCheckError] = field(default_factory=dict)
 
     def rows(self) -> Iterator[Row]:
@@ -124,16 +128,26 @@ def meet(url: str, run: str) -> Iterator[Met]:
             stack.callback(peer.close)
             own[str(place.read_info().get("node", place.folder.name))] = peer
         _ask(met, own)
-        for said in met.said:
-            traits = TierTraits(name=f"agent {said['node']}")
-            met.memories.append(PeerTier(own[said["node"]], "ram", traits, shared=True))
+        met.memories += [_tier(own, said, "ram", "agent") for said in met.said]
         known = {name: peer["endpoint"] for said in met.said for name, peer in said["peers"].items()
                  if peer["endpoint"] and name not in own}  # fmt: skip
         if known:
             key = keys.read(places.keys_folder(), run)
             others = {name: _other(at, key, stack) for name, at in sorted(known.items())}
+            near = len(met.said)
             _ask(met, others)
+            met.others += [
+                _tier(others, said, tier, word)
+                for tier, word in (("ram", "agent"), ("lmdb", "lmdb of"))
+                for said in met.said[near:]
+            ]  # fmt: skip
         yield met
+
+
+def _tier(peers: Mapping[str, Peer], said: Mapping[str, Any], tier: str, word: str) -> Tier:
+    """What an agent that has answered holds in a place, to read from."""
+    node = said["node"]
+    return PeerTier(peers[node], tier, TierTraits(name=f"{word} {node}"), shared=True)
 
 
 def _own(url: str, run: str) -> list[places.Place]:

@@ -9,19 +9,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 
-from adacheck_store.beginning import Place, stood_in
-from adacheck_store.catalog import Catalog, RecordRef, Table, read_catalog
+from adacheck_store.catalog import Catalog, RecordRef, may_pass, read_catalog
 from adacheck_store.drain import TierSource, in_batches
-from adacheck_store.fetch import FetchedSource, Fetcher
+from adacheck_store.fetch import BlocksLostError, FetchedSource, Fetcher
 from adacheck_store.format.errors import AdaCheckError, FormatError, RecordNotFoundError
 from adacheck_store.format.head import check_key
 from adacheck_store.format.keys import Key, layout_key, manifest_key, parse_key
 from adacheck_store.format.record import verify_block
-from adacheck_store.recovery import tolerant_line
 from adacheck_store.store import Store, writing
 from adacheck_store.tiers.base import Source, Tier
 from adacheck_store.tiers.lmdb import LmdbTier
@@ -33,6 +30,7 @@ from .findings import DAMAGE
 from .fsck_journal import Journal
 from .fsck_objects import check_group, check_medium, check_overlaps, pack_blocks
 from .fsck_records import Layouts, RecordCheck
+from .holes import missing
 from .rows import Progress, all_refs, choose_run, runs_of, silent
 
 REBUILT, SET_ASIDE, LEFT = "rebuilt", "set aside", "left"
@@ -41,6 +39,9 @@ _TOGETHER = 64
 """Deltas or extras put together where they are missing."""
 
 _STEPPED = ("delta", "extra")
+
+_GONE = (BlocksLostError, RecordNotFoundError)
+"""What a put says where the source has gone since it was looked at: agents go on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,21 +68,21 @@ def repair(
     """Repair every tier of a store, or one run of it; in a dry run only say what would be done.
 
     An LMDB that a writer holds is left as it is, and so are log entries, forks, and records whose
-    bytes are what their writer wrote. What living agents of this node have in memory is read like
-    any tier. What the ``journal`` says is verified is not read again to find what is wrong.
-    Raises what a medium says that does not take a write.
+    bytes are what their writer wrote. What living agents have, those of this node and those that
+    they know of, is read like any tier. What the ``journal`` says is verified is not read again to
+    find what is wrong. Raises what a medium says that does not take a write.
     """
     for name in [choose_run(store, run)] if run else runs_of(store):
         with agents.meet(store.url, name) as met:
-            survey = _Survey(store, name, progress, met, journal)
+            survey = Survey(store, name, progress, met, journal)
             for tier in store.tiers:
                 yield from _TierRepair(survey, tier, dry_run).rows()
 
 
-class _Survey:
+class Survey:
     """What a run consists of and what is wrong with it, tier by tier, before anything is done.
 
-    ``holders`` are the tiers that may give a record: those of the store and the memories of agents.
+    ``holders`` are the tiers that may give a record: those of the store and what agents have.
     ``wrong`` has the keys of records and packs by tier; ``unread`` the holders that could not be
     read whole: what they have is unknown, so nothing may be given up for lost.
     """
@@ -91,7 +92,7 @@ class _Survey:
         journal: Journal | None,
     ) -> None:  # fmt: skip
         self.store, self.run = store, run
-        self.holders: tuple[Tier, ...] = (*met.memories, *store.tiers)
+        self.holders: tuple[Tier, ...] = (*met.memories, *store.tiers, *met.others)
         self.wrong: dict[str, set[str]] = defaultdict(set)
         self.unread = {trouble.tier for trouble in store.troubles}
         self.unread |= {f"agent {name}" for name in met.silent}
@@ -129,14 +130,18 @@ class _Survey:
             raise RecordNotFoundError("no tier has its head", key=text)
         # A base may stand elsewhere under another token: equal states have equal ids.
         error: AdaCheckError | None = None
+        failures: list[AdaCheckError] = []
         for ref in (*refs, *self.by_id[refs[0].id]):
+            fetcher = Fetcher(self.holders)
             try:
-                source = FetchedSource(Fetcher(self.holders), ref, text)
+                source = FetchedSource(fetcher, ref, text)
                 for _ in source.blocks():  # read once before anything is put
                     pass
                 return source
             except AdaCheckError as exc:
                 error = error or exc
+                failures += fetcher.failures
+        _stop_if_unread(failures)
         assert error is not None
         raise error
 
@@ -144,10 +149,14 @@ class _Survey:
         """A layout or manifest from the first holder that has it right."""
         if key.kind == "log":
             raise _StandsError("what a damaged entry of the log said cannot be known")
+        failures: list[AdaCheckError] = []
         for tier in self.holders:
-            with suppress(AdaCheckError):
+            try:
                 check_key(key, tier.head(str(key)).head)
                 return TierSource(tier, str(key))
+            except AdaCheckError as error:
+                failures.append(error)
+        _stop_if_unread(failures)
         raise RecordNotFoundError("no tier has it right", key=str(key))
 
     def documents(self, tier: Tier, keys: Iterable[str]) -> list[Source]:
@@ -170,18 +179,24 @@ class _StandsError(AdaCheckError):
     """Something that is neither rebuilt nor set aside."""
 
 
+def _stop_if_unread(failures: Iterable[AdaCheckError]) -> None:
+    """Who was read when all began may not answer any more: what it has is not given up for lost."""
+    for error in filter(may_pass, failures):
+        raise _StandsError(f"not all could be read: {error.message}", **error.place)
+
+
 class _TierRepair:
     """The repair of one run in one tier: documents first, then what names them."""
 
-    def __init__(self, survey: _Survey, tier: Tier, dry_run: bool) -> None:
+    def __init__(self, survey: Survey, tier: Tier, dry_run: bool) -> None:
         self._survey, self._tier, self._dry = survey, tier, dry_run
         self._name = tier.traits.name
 
     def rows(self) -> Iterator[RepairRow]:
         """What is done, record by record."""
         wrong = sorted(self._survey.wrong[self._name], key=_order)
-        missing = _missing(self._survey, self._tier)
-        if not wrong and not missing:
+        absent = missing(self._survey, self._tier)
+        if not wrong and not absent:
             return
         writer: LmdbTier | None = None
         if isinstance(self._tier, LmdbTier) and self._tier.readonly and not self._dry:
@@ -193,12 +208,12 @@ class _TierRepair:
                 return
             self._tier = writer
         try:
-            yield from self._missing(text for text in missing if parse_key(text).kind == "layout")
-            yield from self._missing(text for text in missing if parse_key(text).kind == "manifest")
+            yield from self._missing(text for text in absent if parse_key(text).kind == "layout")
+            yield from self._missing(text for text in absent if parse_key(text).kind == "manifest")
             for unit in dict.fromkeys(unit for text in wrong for unit in self._units(text)):
                 yield from self._damaged(unit)
             yield from self._missing(
-                text for text in missing if parse_key(text).kind not in ("layout", "manifest")
+                text for text in absent if parse_key(text).kind not in ("layout", "manifest")
             )
             if not self._dry:
                 self._tier.sync()
@@ -236,7 +251,11 @@ class _TierRepair:
             yield self._row(unit, "damaged", LEFT, why)
             return
         if not self._dry:
-            self._put(sources)
+            try:
+                self._put(sources)
+            except _GONE as error:
+                yield self._row(unit, "damaged", LEFT, error.message)
+                return
             if not self._sound(unit) and isinstance(self._tier, ZarrTier):
                 # All that can be had of it stands in a place of its own by now.
                 self._tier.sync()
@@ -251,10 +270,22 @@ class _TierRepair:
                     sources.append(self._survey.source(text))
                 except AdaCheckError as error:
                     yield self._row(text, "missing", LEFT, error.message)
-                else:
-                    yield self._row(text, "missing", REBUILT)
+            yield from self._bring(sources)
+
+    def _bring(self, sources: list[Source]) -> Iterator[RepairRow]:
+        """Put what is missing; what is left is what has gone from where it was read."""
+        try:
             if not self._dry:
                 self._put(sources)
+        except _GONE as error:
+            if len(sources) == 1:
+                yield self._row(sources[0].key, "missing", LEFT, error.message)
+                return
+            for source in sources:
+                yield from self._bring([source])
+        else:
+            for source in sources:
+                yield self._row(source.key, "missing", REBUILT)
 
     def _put(self, sources: list[Source]) -> None:
         if sources:
@@ -312,77 +343,3 @@ def _stands(tier: Tier, text: str) -> bool:
     except FormatError:
         return True
     return True
-
-
-def _missing(survey: _Survey, tier: Tier) -> list[str]:
-    """Keys that a tier should have and has not: documents, and holes of the far tier's chains.
-
-    A hole lies above the tier's floor and before its newest step of that part: what comes after is
-    the drain's to bring.
-    """
-    name = tier.traits.name
-    try:
-        have = set(tier.list(f"{survey.run}/"))
-    except AdaCheckError:
-        return []
-    held = [text for text, refs in survey.refs.items() if any(name in r.tiers for r in refs)]
-    found = survey.named(held) - have
-    if tier is survey.store.far:
-        for table in (survey.sound.deltas, survey.sound.extras):
-            for (term, _), refs in table.items():
-                found |= _holes(survey, name, term, refs)
-        found |= _bases(survey, name, found, _stood_in(survey, tier, found))
-    return sorted(found - have)
-
-
-def _holes(survey: _Survey, tier: str, term: str, refs: Iterable[RecordRef]) -> set[str]:
-    newest = max((ref.step for ref in refs if tier in ref.tiers), default=-1)
-    floor = _floor(survey, tier, term)
-    return {ref.key for ref in refs if tier not in ref.tiers and floor <= ref.step < newest}
-
-
-def _stood_in(survey: _Survey, tier: Tier, filled: set[str]) -> set[Place]:
-    """Where derived bases of a tier give their bytes, once all is there that can be rebuilt."""
-    sound, name = survey.sound, tier.traits.name
-
-    def rebuilt(table: Table) -> dict[tuple[str, str], tuple[RecordRef, ...]]:
-        return {
-            place: tuple(
-                replace(ref, tiers=(name,)) for ref in refs
-                if ref.key in filled or any(name in held.tiers for held in survey.refs[ref.key])
-            )
-            for place, refs in table.items()
-        }  # fmt: skip
-
-    if not sound.derived:
-        return set()
-    alone = replace(
-        sound, bases=rebuilt(sound.bases), deltas=rebuilt(sound.deltas), extras={},
-        derived=rebuilt(sound.derived),
-    )  # fmt: skip
-    terms = {term for term, _ in alone.derived}
-    return {place for term in terms for place in stood_in(alone, tolerant_line(alone, term))}
-
-
-def _bases(survey: _Survey, tier: str, filled: set[str], stand_ins: set[Place]) -> set[str]:
-    """Bases on which a delta of the tier hangs that can hang on nothing else there."""
-    found: set[str] = set()
-    for (term, part), bases in survey.sound.bases.items():
-        deltas = survey.sound.deltas.get((term, part), ())
-        here = {ref.step: ref for ref in deltas if tier in ref.tiers or ref.key in filled}
-        floor = _floor(survey, tier, term)
-        for base in bases:
-            after = here.get(base.step + 1)
-            chained = base.step in here and base.step != floor
-            twins = [b for b in bases if (b.step, b.parent) == (base.step, base.parent)]
-            hangs = after is not None and after.parent == base.parent
-            given = (term, part, base.step) in stand_ins
-            if hangs and not chained and base.step >= floor and not given:
-                if not any(tier in twin.tiers or twin.key in found for twin in twins):
-                    found.add(base.key)
-    return found
-
-
-def _floor(survey: _Survey, tier: str, term: str) -> int:
-    floors = survey.sound.floors.get(tier, ())
-    return max((floor.step for floor in floors if term in floor.terms), default=0)

@@ -102,8 +102,7 @@ class AgentCore:
         out = list(self._handlers[type(event)](event, now))
         if view.opened is None:
             return out
-        frozen = self.lease.frozen(now)
-        view.freeze(frozen)
+        view.freeze(frozen := self.lease.frozen(now))
         view.advance(now)
         if not frozen:
             out += self._sweep(now)
@@ -215,10 +214,11 @@ class AgentCore:
             replica = self.view.replica(ref.part)
             if event.place == RAM and not replica.places.get(ref.key, 0) & RAM:
                 self._charge(ref, 1)
+            fills = ref.kind == "base" and not replica.mark().covers(ref.step)
             replica.add(ref, event.place)
             self._fresh.add(ref.part)
             if self.view.owns(ref.part):
-                self.drains.note(ref, replica.places[ref.key], now)
+                self.drains.note(ref, replica.places[ref.key], now, fills=fills)
             if ref.kind == "base":
                 self.far.disown((ref,))
                 self._bases += 1

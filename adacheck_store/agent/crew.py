@@ -227,7 +227,8 @@ class Crew:
         """What stands for upkeep in a session of a term: the own agent does it."""
         return AgentUpkeep(
             self.near, run=self._run, term=manifest.term, step=manifest.step,
-            part=part_name(self._group.rank), ask_for_base=ask_for_base, revive=self._revive,
+            part=part_name(self._group.rank), object_lag=self._settings.object_lag,
+            ask_for_base=ask_for_base, revive=self._revive,
         )  # fmt: skip
 
     def _revive(self) -> None:

@@ -67,8 +67,14 @@ class Drains:
         """Take over other settings."""
         self._base_every, self._lag, self._lag_s = base_every, lag, lag_s
 
-    def note(self, ref: RecordRef, places: int, now: float) -> None:
-        """A record of an own chain is here, in those places."""
+    def note(self, ref: RecordRef, places: int, now: float, *, fills: bool = False) -> None:
+        """A record of an own chain is here, in those places.
+
+        ``fills``: it is of a step that could not be produced here: others have folded over what
+        leads to it, so that will not get anywhere from here.
+        """
+        if fills:
+            self.broken(ref)
         if ref.kind == "base":
             regular = ref.origin == "captured" or ref.step % self._base_every == 0
             if not regular and ref.part in self._whole:

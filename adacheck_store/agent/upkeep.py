@@ -15,7 +15,7 @@ from adacheck_store.format.errors import (
     TierError,
     TierUnavailableError,
 )
-from adacheck_store.tail import Progress
+from adacheck_store.tail import Lag, Progress
 
 from .messages import read_json
 from .node_tier import NodeTier
@@ -33,13 +33,14 @@ class AgentUpkeep:
 
     def __init__(
         self, near: NodeTier, *, run: str, term: str, step: int, part: str,
-        ask_for_base: Callable[[str, int], None], revive: Callable[[], None],
+        object_lag: int, ask_for_base: Callable[[str, int], None], revive: Callable[[], None],
     ) -> None:  # fmt: skip
         self._near, self._run, self._term, self._part = near, run, term, part
         self._ask_for_base = ask_for_base
         self._revive = revive
         self._ending = threading.Event()
         self.progress = Progress()
+        self._lag = Lag(object_lag)
         self._first = step
         self.error: AdaCheckError | None = None
         self.notice = ""
@@ -105,6 +106,7 @@ class AgentUpkeep:
         # A step that got there though its save failed is about to be disowned.
         sure = min(int(said["drained"]), max(progress.stored, self._first))
         progress.drained = max(progress.drained, sure)
+        self._lag.look(progress)
         progress.base = max(progress.base, int(said["base"]))
         progress.bytes_drained = int(said["bytes_drained"])
         progress.degraded = self._part in said["exposed"]

@@ -55,6 +55,7 @@ def test_far_tier_that_fails_and_one_that_hangs(here: Node, tmp_path: Path) -> N
         until(lambda: flood.caught_up() and far(here)["busy_s"] > 0.2, "it hangs")
         hanging += took(20)
         assert far(here)["lag_steps"] >= 20
+        until(lambda: flood.session.status().behind, "the trainer is told")
         assert far(here)["lag_s"] > 0
         hangs.unlink()
         until(lambda: far(here)["busy_s"] < 0.2, "it goes on")
@@ -64,6 +65,7 @@ def test_far_tier_that_fails_and_one_that_hangs(here: Node, tmp_path: Path) -> N
     flood.session.flush(60.0)
     assert (far(here)["waiting_records"], far(here)["lag_steps"], far(here)["lag_s"]) == (0, 0, 0)
     assert flood.session.status().drained == flood.toy.step
+    until(lambda: not flood.session.status().behind, "it is not behind any more")
     flood.session.close()
 
 

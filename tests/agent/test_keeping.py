@@ -1,6 +1,8 @@
 """gc, fsck and repair beside living agents and a trainer that goes on; then all are lost."""
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -9,7 +11,7 @@ from adacheck_store.format.errors import RestoreError, TierBusyError
 from adacheck_store.policy import Retention
 from adacheck_store.restore import restore_state
 from adacheck_store.store import open_for_reading
-from adacheck_store.tools import tag
+from adacheck_store.tools import agents, tag
 from adacheck_store.tools.compact import compact
 from adacheck_store.tools.findings import DAMAGE, Finding
 from adacheck_store.tools.fsck import fsck
@@ -155,6 +157,37 @@ def test_a_base_in_an_agents_lmdb(here: Node) -> None:
     trainer.kill()
     here.kill()
     assert not damage(here.url)
+
+
+def test_repair_from_an_agent_of_another_node(
+    pair: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The only right copy is with an agent that the one of this node knows of."""
+    here, other = pair
+    journal, toy = reference(12), make_toy()
+    session = two(here, other)
+    begin(session, toy, journal)
+    train(session, toy, journal, 12)
+    session.flush(60.0)
+    assert far_has(here, 12)
+    shutil.rmtree(here.store / "lmdb")  # the agents go on with what they have open
+    (path,) = objects(here.store, "*/*/p000000/pack/*-000000000012-*/data/c/0")
+    flip(path, path.stat().st_size - 40)
+    assert not far_has(here, 12)
+    real = agents.meet
+
+    @contextmanager
+    def meet(url: str, run: str) -> Iterator[agents.Met]:
+        with real(url, run) as met:
+            met.memories.clear()  # as if the own one had begun anew, empty
+            yield met
+
+    monkeypatch.setattr(agents, "meet", meet)
+    with open_url(here.url, None) as store:
+        rows = list(repair(store))
+    session.close()
+    assert {(row.tier, row.done) for row in rows} == {("zarr", "rebuilt")}
+    assert far_has(here, 12), rows
 
 
 def far_has(node: Node, step: int) -> bool:

@@ -50,7 +50,8 @@ def at_hand(nbytes: int) -> None:
     A virtual machine gives memory that is free back to its host, and then each first touch of a
     page is the host's to serve: seconds for a gigabyte at one time, a tenth of that at another.
     """
-    with mmap.mmap(-1, nbytes) as memory:
+    # Private: shared memory comes in small pages, and frees none that a large one is made of.
+    with mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         if hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)
         memory[:: mmap.PAGESIZE] = bytes(-(-nbytes // mmap.PAGESIZE))

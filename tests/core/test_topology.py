@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from adacheck_store.arrays import dtype_name
 from adacheck_store.config import Settings
 from adacheck_store.format.bodies import decode_delta
 from adacheck_store.format.dtypes import item_bytes
@@ -81,17 +82,42 @@ def pieces(cut: Any, rank: int, ranks: int, scope: str = "") -> list[Slice]:
     return found
 
 
-class ShardToy(Toy):
-    """A toy whose parameters are pieces of tensors."""
+def adamw(params: Any) -> torch.optim.Optimizer:
+    """Two moments, as wide as the parameters."""
+    return torch.optim.AdamW(params, lr=1e-3, fused=True)
 
-    def __init__(self, cut: Any, rank: int, ranks: int, *, seed: int, scope: str = "") -> None:
+
+def rmsprop(params: Any) -> torch.optim.Optimizer:
+    """One moment, which is of whole floats whatever the parameters are."""
+    optimizer = torch.optim.RMSprop(params, lr=1e-3, foreach=False)
+    for param in params:
+        optimizer.state[param] |= {"step": torch.zeros(()), "square_avg": torch.zeros(param.shape)}
+    return optimizer
+
+
+WIDTHS: dict[str, tuple[Any, torch.dtype, dict[str, str]]] = {
+    "whole": (adamw, torch.float32, {}),
+    "half": (adamw, torch.bfloat16, {}),
+    "mixed": (rmsprop, torch.bfloat16, {"square_avg": "F32"}),
+}  # fmt: skip
+"""Optimizer, dtype of the parameters, and roles that have another one."""
+
+
+class ShardToy(Toy):
+    """A toy whose parameters are pieces of tensors, of some `WIDTHS`."""
+
+    def __init__(
+        self, cut: Any, rank: int, ranks: int, *, seed: int, scope: str = "", widths: str = "whole"
+    ) -> None:  # fmt: skip
         slices = pieces(cut, rank, ranks, scope)
         sizes = [
             tuple(high - low for low, high in piece.boxes[0]) if piece.boxes else (0,)
             for piece in slices
         ]
-        super().__init__(sizes, lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True), seed=seed)
-        self.section = dataclasses.replace(self.section, slices=tuple(slices))
+        make, dtype, others = WIDTHS[widths]
+        super().__init__(sizes, make, seed=seed, dtype=dtype)
+        roles = tuple((role, others.get(role, kind)) for role, kind in self.section.roles)
+        self.section = dataclasses.replace(self.section, slices=tuple(slices), roles=roles)
         self.layout = dataclasses.replace(self.layout, sections=(self.section,))
 
     def train(self, grads: Any = None) -> None:
@@ -100,19 +126,22 @@ class ShardToy(Toy):
             param.grad = None
             if (self.step + index) % 3:
                 grad = torch.randn(param.shape, generator=self.generator) * 1e-2
-                param.grad = grad.bfloat16().float()
+                param.grad = grad.bfloat16().to(param.dtype)
         self.optimizer.step()
         self.used = tuple(group_values(group) for group in self.optimizer.param_groups)
         self.step += 1
 
 
-def written(cut: Any, ranks: int, *, alike: bool = False, steps: int = STEPS) -> Any:
+def written(
+    cut: Any, ranks: int, *, alike: bool = False, steps: int = STEPS, widths: str = "whole"
+) -> Any:  # fmt: skip
     """A chain of so many ranks: the far tier, all tiers, and the toys as they ended."""
     nears, far = [KeptTier(f"near{rank}") for rank in range(ranks)], KeptTier("far")
     toys = []
     for rank in range(ranks):
         scope = rank_name(rank) if alike else ""
-        toys.append(ShardToy(cut, rank, ranks, seed=0 if alike else rank, scope=scope))
+        seed = 0 if alike else rank
+        toys.append(ShardToy(cut, rank, ranks, seed=seed, scope=scope, widths=widths))
 
     def live(group: Any) -> None:
         toy = toys[group.rank]
@@ -199,7 +228,7 @@ def full(toys: list[Toy], role: str) -> dict[str, np.ndarray]:
         array = toy.arrays().get(f"s0/{role}")
         for piece in toy.section.slices if array is not None else ():
             for box in piece.boxes:
-                cut = array[piece.offset : piece.offset + piece.elements].numpy()
+                cut = array[piece.offset : piece.offset + piece.elements].float().numpy()
                 place = tuple(slice(low, high) for low, high in box)
                 found[piece.name][place] = cut.reshape([high - low for low, high in box])
     return found
@@ -214,7 +243,7 @@ def assert_right(restored: Restored, toys: list[Toy]) -> None:
         for section in state.layout.sections for index, piece in enumerate(section.slices)
     }  # fmt: skip
     assert counted == dict(zip(SHAPES, steps, strict=True))
-    for role in ("param", "exp_avg", "exp_avg_sq"):
+    for role, kind in toys[0].section.roles:
         truth = full(toys, role)
         for section in state.layout.sections:
             for index, piece in enumerate(section.slices):
@@ -222,18 +251,20 @@ def assert_right(restored: Restored, toys: list[Toy]) -> None:
                     continue
                 for box in piece.boxes:
                     got = state.arrays[f"{section.name}/{role}"]
-                    got = got[piece.offset : piece.offset + piece.elements].numpy()
+                    assert (section.dtypes[role], dtype_name(got.dtype)) == (kind, kind)
+                    got = got[piece.offset : piece.offset + piece.elements].float().numpy()
                     want = truth[piece.name][tuple(slice(low, high) for low, high in box)]
                     assert got.tobytes() == np.ascontiguousarray(want).tobytes(), (role, piece)
 
 
+@pytest.mark.parametrize("widths", WIDTHS)
 @pytest.mark.parametrize(
     ("before", "had", "after", "have"),
     [(rows, 3, rows, 2), (rows, 2, columns, 3), (columns, 2, whole, 1), (whole, 1, rows, 4)],
 )  # fmt: skip
-def test_blocks_read(before, had, after, have):
-    """At most a tenth more than those that cover the need, and none twice."""
-    far, _, toys = written(before, had)
+def test_blocks_read(before, had, after, have, widths):
+    """At most a tenth more than those that cover the need, and none twice, whatever is how wide."""
+    far, _, toys = written(before, had, widths=widths)
     layouts = {part_name(rank): toy.layout for rank, toy in enumerate(toys)}
     for rank in range(have):
         wanted = pieces(after, rank, have)

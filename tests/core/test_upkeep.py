@@ -19,7 +19,7 @@ from adacheck_store.tools import tag as tags
 from adacheck_store.tools.findings import DAMAGE, Finding
 from adacheck_store.tools.fsck import fsck
 from adacheck_store.upkeep import Upkeep
-from tests.core.kit import Journal, KeptTier, begin, make_toy, session_on, train
+from tests.core.kit import QUICK, GateTier, Journal, KeptTier, begin, make_toy, session_on, train
 from tests.core.toy import Toy
 from tests.waits import until
 
@@ -77,6 +77,30 @@ def test_pruning_rests_though_a_tag_holds_the_floor(tiers: int) -> None:
     assert "tag good" in upkeep.notice
     assert upkeep.progress.far_floor < 4
     session.close()
+
+
+def test_a_far_tier_that_does_not_keep_up_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """Once it is more than ``object_lag`` steps behind what is stored, until it is not any more."""
+    far = GateTier(KeptTier("zarr"))
+    session, toy, journal = session_on(KeptTier("lmdb"), far), make_toy(), Journal()
+    begin(session, toy, journal)
+    train(session, toy, journal, 2)
+    session.flush(60.0)
+    assert (session.status().stored, session.status().drained) == (2, 2)
+    far.gate.clear()
+    for further in range(1, 2 * QUICK.object_lag):
+        train(session, toy, journal, 1)
+        session.flush(60.0, far=False)
+        status = session.status()
+        assert (status.stored, status.drained) == (2 + further, 2)
+        assert status.behind == (further > QUICK.object_lag)
+    far.gate.set()
+    session.flush(60.0)
+    assert not session.status().behind
+    session.close()
+    told = [record.message for record in caplog.records if "object_lag" in record.message]
+    assert len(told) == 1
+    assert "5 steps behind, more than object_lag (4)" in told[0]
 
 
 def trained(session: RunSession, toy: Toy, journal: Journal, steps: int) -> None:

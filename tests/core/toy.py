@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from adacheck_store.arrays import byte_view, dtype_name, scalar_of
+from adacheck_store.arrays import byte_view, dtype_name, scalar_of, torch_dtype
 from adacheck_store.boundary import Link
 from adacheck_store.fingerprint import block_sum, blocks_at
 from adacheck_store.format.bodies import (
@@ -68,8 +68,8 @@ class Toy:
     def arrays(self) -> dict[str, torch.Tensor]:
         """The state as a base's arrays."""
         out = {}
-        for role, _ in self.section.roles:
-            flat = torch.zeros(self.elements, dtype=self.params[0].dtype)
+        for role, kind in self.section.roles:
+            flat = torch.zeros(self.elements, dtype=torch_dtype(kind))
             seen = role == "param"
             for p, s in zip(self.params, self.section.slices, strict=True):
                 t = p if role == "param" else self.optimizer.state[p].get(role)

@@ -171,6 +171,10 @@ def test_lost_tiers_and_killed_ranks(tmp_path, trained):
     check_against(reference, first)
     second = launcher.start(store, hold=13)
     second.until(13)
+    until(
+        lambda: all(drained(store, rank=rank, step=BASE_EVERY) for rank in (0, 1)),
+        "a base of both is far",
+    )
     second.kill(0)
     check_against(reference, second)
     assert min(second.every("restored")) >= 7

@@ -271,6 +271,12 @@ def told(report, model, optimizer, schedule) -> dict:
     }  # fmt: skip
 
 
+def kept(ckpt) -> tuple[int, int, bool]:
+    """What a rank is told: up to which step all is stored, and drained, and whether that lags."""
+    status = ckpt.status()
+    return status.stored, status.drained, status.behind
+
+
 def writes(journal):
     """A function that writes a row of a journal, so that the death of the process keeps it."""
 
@@ -409,7 +415,7 @@ def _train(out: str, rank: int, ranks: int, port: int, prefix: str, kind: str, o
                     write(ended=str(error))
                     raise
                 finally:  # also where the run stops
-                    write(step=number, loss=loss.hex())
+                    write(step=number, loss=loss.hex(), kept=kept(ckpt))
                 time.sleep(options.get("pause_s", 0.0) * options.get("slower", {}).get(rank, 1))
             write(final=STEPS, digest=digest(model, optimizer, schedule))
             if options.get("flush", True):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +24,8 @@ from tests.waits import until
 pytestmark = pytest.mark.fault
 RUN = "e2e"
 PAUSE_S = 0.2
+SEED = int(os.environ.get("ADACHECK_DRILL_SEED", "") or random.SystemRandom().randrange(10**6))
+"""Of the moment at which all is lost; a failure names it."""
 
 
 class Place:
@@ -103,17 +107,33 @@ def lost(
     trained: tuple[Launcher, list[dict[int, tuple[str, str]]]],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[tuple[Place, Attempt]]:
-    """A run of which only the bucket is left, some moments after a random step."""
+    """A run of which only the bucket is left, from one moment to the next, whatever it was at."""
     launcher, _ = trained
     place = Place(server(), tmp_path_factory.mktemp("machines"))
-    last = random.Random().randrange(14, STEPS - 4)
-    attempt = place.start(launcher, "first", pause_s=PAUSE_S, hold=last)
-    attempt.until(last)
-    at_risk = OBJECT_LAG + WINDOW + 1
-    until(lambda: last - place.newest(launcher.ranks) <= at_risk, "no more than that is at risk")
-    time.sleep(random.Random().uniform(0, PAUSE_S))
+    rng = random.Random(SEED)
+    attempt = place.start(launcher, "first", pause_s=PAUSE_S)
+    attempt.until(rng.randrange(6, STEPS - 4))
+    time.sleep(rng.uniform(0, 2 * PAUSE_S))
     place.lose(attempt, "first")
     return place, attempt
+
+
+def check_loss(attempt: Attempt, newest: int) -> None:
+    """No more is lost than each rank was told in its last words, and is promised.
+
+    What it was told is drained the bucket has. That is at most ``object_lag`` steps behind what is
+    stored nearer, or it was told that it is more; and what is trained is W + 1 steps ahead of that.
+    """
+    said = [[row for row in attempt.rows(rank) if "kept" in row][-1]
+            for rank in range(len(attempt.outs))]  # fmt: skip
+    drained = min(row["kept"][1] for row in said)
+    assert newest >= drained, (SEED, said)
+    for row in said:
+        stored, reached, behind = row["kept"]
+        assert row["step"] - stored <= WINDOW + 1, (SEED, said)
+        assert stored - max(reached, 0) <= OBJECT_LAG or behind, (SEED, said)
+    if not any(row["kept"][2] for row in said):
+        assert min(row["kept"][0] for row in said) - newest <= OBJECT_LAG, (SEED, said)
 
 
 def test_restored_from_the_url_alone(
@@ -123,7 +143,7 @@ def test_restored_from_the_url_alone(
     """By the command and by one call, to the newest step S3 has; then on to the same end."""
     (launcher, reference), (place, first) = trained, lost
     newest = place.newest(launcher.ranks)
-    assert first.last_step() - newest <= OBJECT_LAG + WINDOW + 1
+    check_loss(first, newest)
     check_against(reference, first)
     place, file = place.copy(), tmp_path / "restored.safetensors"
     code, document = cli_json("restore", place.url, file)
@@ -147,18 +167,51 @@ def check_files(written: Path, dumped: Path) -> None:
         assert torch.equal(found[f"model/{name}"], tensor), name
 
 
+def test_keys_are_spread(
+    trained: tuple[Launcher, list[dict[int, tuple[str, str]]]], lost: tuple[Place, Attempt]
+) -> None:
+    """All of a part, and of a rank, has a prefix of its own, and much alike; what they have in
+
+    common are documents: some, however long the run is.
+    """
+    (launcher, _), (place, _) = trained, lost
+    below: Counter[str] = Counter()
+    common = []
+    for words in place.names():
+        own = len(words) > 3 and words[3] in ("base", "pack")
+        if own:
+            below["/".join(words[:3])] += 1
+        else:
+            common.append(words)
+    (term,) = {prefix.split("/")[1] for prefix in below}
+    parts = [below[f"{RUN}/{term}/p{number:06}"] for number in range(launcher.ranks)]
+    ranks = [below[f"{RUN}/{term}/r{number:06}"] for number in range(launcher.ranks)]
+    assert sum(parts) + sum(ranks) == below.total()
+    assert max(parts) <= 2 * min(parts)
+    assert min(ranks) > 0
+    kinds = Counter(words[2] if words[1].startswith("t0") else words[1] for words in common[1:])
+    assert common[0] == ["adacheck.json"]
+    assert kinds.keys() <= {"log", "layout", "manifest"}
+    assert kinds.total() <= launcher.ranks + 5
+    assert kinds.total() < sum(parts)
+
+
 def _half_a_base(door: S3Door, place: Place, newest: int) -> tuple[int, int]:
     """The newest base was on its way: some chunks, no document, and an upload in parts.
 
     Of each harm: the step that is left, and what fsck exits with.
     """
     bases = sorted(w for w in map("/".join, place.names()) if "/p000001/base/" in w)
-    group = bases[-1].rpartition("/base/")[2].partition("/")[0]
-    assert int(group.partition("-")[0]) > 0, "an older base is there"
+    old = bases[-1].rpartition("/base/")[2].partition("/")[0]
+    group = f"{newest + 1:012d}-{'0' * 16}"  # and so was the next one
     for name in bases:
-        if f"/{group}/" in name and name.endswith(f"{group}/zarr.json"):
-            door.delete(name)
-    door.client.create_multipart_upload(Bucket=BUCKET, Key=f"{place.prefix}/{bases[-1]}")
+        if f"/{old}/" in name and name.endswith(f"{old}/zarr.json"):
+            if not old.startswith("0" * 12):  # then an older base is there
+                door.delete(name)
+        elif f"/{old}/" in name:
+            door.put(name.replace(old, group), door.get(name))
+    upload = f"{place.prefix}/{bases[-1].replace(old, group)}-more"
+    door.client.create_multipart_upload(Bucket=BUCKET, Key=upload)
     return newest, 0
 
 

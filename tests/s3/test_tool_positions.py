@@ -50,6 +50,33 @@ SCRIPTS: dict[str, Callable[[int], Script]] = {
 }
 
 
+PASSING = {
+    "reset": Fault("reset"), "503": Fault("error", 503, "SlowDown"),
+    "500": Fault("error", 500, "InternalError"), "cut": Fault("cut"),
+}  # fmt: skip
+"""What passes: the client asks again, and whoever uses the tool sees nothing of it."""
+
+
+class Bad:
+    """A script: every ``every``-th request goes wrong, in ways that take turns; which has ``met``.
+
+    A reply is cut where it has a body.
+    """
+
+    def __init__(self, every: int, first: int) -> None:
+        self._every, self._first = every, first
+        self.met: list[str] = []
+
+    def __call__(self, request: Request) -> Fault | None:
+        """What happens to a request."""
+        if request.number % self._every != self._first:
+            return None
+        ways = [way for way in PASSING if way != "cut" or request.kind == "GET"]
+        way = min(ways, key=lambda way: (self.met.count(way), way))
+        self.met.append(way)
+        return PASSING[way]
+
+
 @dataclass(frozen=True)
 class Act:
     """What is done to a store, whether it was done, and steps that must stay as they were."""
@@ -172,6 +199,18 @@ class Bench:
         assert act.done(straight)
         return made
 
+    def pass_over(self, act: Act, script: Script, expected: dict[int, bytes]) -> None:
+        """One try in which requests go wrong that are made again: it is done at once."""
+        straight, through = self.copy()
+        act.before(straight)
+        self._proxy.restart(script)
+        act.run(through)
+        self._proxy.restart()
+        assert act.done(straight)
+        assert digests(straight, act.stay) == expected
+        code, document = cli_json("fsck", straight)
+        assert code == 0, document
+
     def play(self, act: Act, script: Script, expected: dict[int, bytes]) -> None:
         """One try, cut off or refused; what is there then, and when it was run again."""
         straight, through = self.copy()
@@ -232,3 +271,28 @@ def test_cut_off_everywhere(real: Server, proxy: Proxy, trained: str, name: str,
         except BaseException as error:
             error.add_note(f"{how} at request {number} of {made}")
             raise
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("name", ACTS)
+def test_what_passes_is_not_seen(real: Server, proxy: Proxy, trained: str, name: str) -> None:
+    """Connections are reset, replies cut, the server is busy or fails, each now and then."""
+    act, bench = ACTS[name], Bench(real, proxy, trained)
+    bad = Bad(7, list(ACTS).index(name))
+    bench.pass_over(act, bad, digests(trained, act.stay))
+    assert set(bad.met) == PASSING.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("name", ACTS)
+def test_what_passes_anywhere(real: Server, proxy: Proxy, trained: str, name: str) -> None:
+    """So at every request, some in each try."""
+    act, bench = ACTS[name], Bench(real, proxy, trained)
+    expected = digests(trained, act.stay)
+    for every in (3, 4):  # so each meets several ways
+        for first in range(every):
+            bad = Bad(every, first)
+            bench.pass_over(act, bad, expected)
+            assert set(bad.met) == PASSING.keys()

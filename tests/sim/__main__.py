@@ -57,6 +57,7 @@ def main(first: int, count: int) -> int:
             virtual_s=int(outcome.seconds),
         )  # fmt: skip
         sums.update(outcome.faults)
+        sums.update(outcome.seen)
     took = time.process_time() - began
     print(f"{count} histories in {took:.1f} s of CPU, {failed} failed; {dict(sums)}")
     return 1 if failed else 0

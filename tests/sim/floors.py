@@ -74,11 +74,25 @@ class Floors:
         found = self._world.truth.catalog([("far", self.left())])
         return replace(found, floors={"far": tuple(self.floors)})
 
+    def with_ghosts(self) -> dict[str, RecordRef]:
+        """What a reader would see there had no damage been done."""
+        ghosts = self._world.damage.ghosts
+        if not ghosts:
+            return self.left()
+        seen = {
+            key: ref for key, ref in ghosts.items()
+            if not any(floor.covers(ref.term, ref.kind, ref.step) for floor in self.floors)
+        }  # fmt: skip
+        return seen | self.left()
+
     def _plan(self, term: str, cap: int | None, may: Callable[[], bool]) -> None:
         if self._newer(term):
             return
         choice, known = choose_floor(self.catalog(), KEEP, cap), len(self.floors)
-        if choice is not None and all(floor.step < choice.step for floor in self.floors):
+        if choice is None or any(self._world.damage.rotten("far", ref.key)
+                                 for ref in choice.bases):  # fmt: skip
+            return  # its bases are read back
+        if all(floor.step < choice.step for floor in self.floors):
             self._world.after(self._rng.random() * 0.5, self._write, term, choice, known, may)
 
     def _newer(self, term: str) -> bool:
@@ -99,8 +113,10 @@ class Floors:
             if floor.covers(ref.term, ref.kind, ref.step):
                 self._world.say("buries", key)
                 del far[key]
+                self._world.damage.rot.discard(("far", key))
         self._check("when what the floor covers is gone")
 
     def _check(self, why: str) -> None:
-        """The far tier has by itself the step of its floor, or a later one."""
-        self._world.truth.check_floors(self.catalog(), self.floors, why)
+        """The far tier has by itself the step of its floor, or a later one, but for damage."""
+        found = self._world.truth.catalog([("far", self.with_ghosts())])
+        self._world.truth.check_floors(found, self.floors, why)

@@ -21,6 +21,10 @@ FAULTS = (
 )  # fmt: skip
 
 
+DRAINS = {"drains fail": "fails", "drains end unheard": "deaf", "drains are late": "slow"}
+HARMS = (*DRAINS, "far rots", "far rots", "far loses", "holder rots", "holder rots")
+
+
 @dataclass(frozen=True, slots=True)
 class Fault:
     """Something that goes wrong: when, what, on which node, and for how long."""
@@ -66,6 +70,8 @@ class Outcome:
     floors: int = 0
     seconds: float = 0.0
     faults: Counter[str] = field(default_factory=Counter)
+    seen: Counter[str] = field(default_factory=Counter)
+    """What drains to the far tier, and repairs, came to."""
 
 
 def make_plan(seed: int) -> Plan:
@@ -100,7 +106,11 @@ def make_plan(seed: int) -> Plan:
 def _more(
     seed: int, faults: tuple[Fault, ...], steps: int, end: float, far: bool
 ) -> tuple[tuple[Fault, ...], int]:
-    """Some nodes that are lost do not come back in time; and garbage is collected now and then."""
+    """Some nodes that are lost do not come back in time.
+
+    Of a far tier garbage is collected, drains fail, what lies there rots or goes, and so does what
+    lies with agents; and it is repaired.
+    """
     rng = random.Random(f"more {seed}")
     moved = [
         replace(fault, kind="move home") if fault.kind == "lose node" and rng.random() < 0.5
@@ -108,6 +118,19 @@ def _more(
     ]  # fmt: skip
     for _ in range(rng.choice([0, 1, 2]) if far else 0):
         moved.append(Fault(round(rng.uniform(0.3, end + 1.0), 3), "gc", 0, 0.0))
+    rng = random.Random(f"harm {seed}")
+    for _ in range(rng.choice([0, 1, 1, 2, 3]) if far else 0):
+        at, kind = rng.uniform(0.3, end + 2.0), rng.choice(HARMS)
+        lasts = round(rng.choice([0.5, 2.0, 6.0]) * (0.5 + rng.random()), 3)
+        moved.append(Fault(round(at, 3), kind, rng.randrange(64), lasts))
+        if kind == "drains are late" and rng.random() < 0.6:
+            moved.append(Fault(round(at + rng.random(), 3), "kill home", rng.randrange(64), lasts))
+        if kind not in DRAINS and rng.random() < 0.7:
+            after = round(at + rng.choice([0.05, 0.5, 2.0]) * rng.random(), 3)
+            moved.append(Fault(after, "repair", rng.randrange(64), 0.0))
+            if rng.random() < 0.4:  # those who were met when it began are not there any more
+                kind, soon = rng.choice(["cut", "pause", "kill agent"]), 0.3 * rng.random()
+                moved.append(Fault(round(after + soon, 3), kind, rng.randrange(64), lasts))
     return tuple(moved), steps + rng.choice([0, 4]) * far
 
 
@@ -143,10 +166,12 @@ def run(plan: Plan, trace: list[str] | None = None) -> Outcome:
     heal(world)
     settle(world, plan)
     everything(world, plan, "in the end")
+    flush(world, plan)
     outcome.steps = world.job.ranks[0].step
     outcome.restores = world.claims - 1
     outcome.promises, outcome.drained = len(world.truth.promises), world.truth.count
     outcome.floors = len(world.floors.floors)
+    outcome.seen = world.drains.seen + world.repairs.seen
     outcome.seconds = world.now
     return outcome
 
@@ -160,7 +185,10 @@ def heal(world: World) -> None:
     world.say("heal")
     world.cut.clear()
     world.loss = 0.0
+    world.drains.heal()
     for agent in world.agents.values():
+        if world.damage.sick(agent):  # what rots with an agent nobody but a new one mends
+            agent.kill(disk=any(world.damage.rotten(agent.disk, key) for key in agent.lmdb))
         agent.disk_fails, agent.disk_s, agent.busy_until = False, 0.0, 0.0
         agent.start()
     job = world.job
@@ -201,6 +229,28 @@ def settle(world: World, plan: Plan) -> None:
         )
 
 
+def flush(world: World, plan: Plan) -> None:
+    """In the end all is drained, and the far tier has the watermark's step.
+
+    Not where something was damaged, or went before it was drained, and no base has come since.
+    """
+    agents = world.agents.values()
+    if not plan.places & FAR:
+        return
+    for agent in agents:
+        agent.core.drains.hurry = True
+    if not world.run(lambda: not any(agent.core.drains.behind for agent in agents),
+                     world.now + 30.0):  # fmt: skip
+        raise Violation(f"drains end at {[(a.node, a.core.drains.behind) for a in agents]}")
+    broken = any(r.part not in r.agent.core.drains._whole for r in world.job.ranks)
+    if broken or world.damage.struck:
+        return
+    found = world.truth.plan(world.truth.catalog([("far", world.floors.with_ghosts())]))
+    watermark = min(agent.core.view.watermark for agent in agents)
+    if found is None or found.step < watermark:
+        raise Violation(f"all is drained to {watermark}, and there is {found and found.step}")
+
+
 def probe(world: World, plan: Plan) -> None:
     """What if some k domains were lost at this moment?"""
     names = sorted(world.agents)
@@ -219,23 +269,27 @@ def _lose_on_paper(world: World, plan: Plan, lost: set[str], why: str) -> None:
         return
     for rank in world.job.ranks:
         rank.news()
-    floors = world.floors.floors
+    floors, damage = world.floors.floors, world.damage
     stores = [("far", world.floors.left())]
     lives = set()
     for agent in world.agents.values():
         if agent.node not in lost:
-            stores.append((f"{agent.node}/lmdb", agent.lmdb))
+            stores.append((agent.disk, agent.lmdb))
             if agent.alive:
                 stores.append((agent.boot, agent.ram))
-                lives.add(agent.life)
+                if not damage.sick(agent):
+                    lives.add(agent.life)
     why = f"{why} at {world.now:.3f}"
-    catalog = truth.catalog(stores[:1])
+    undamaged = ("far", world.floors.with_ghosts())
+    catalog = truth.catalog([undamaged])
     truth.check_drained(catalog, f"{why}, all but far lost")
     truth.check_floors(catalog, floors, f"{why}, all but far lost")
     why = f"{why}, without {sorted(lost)}"
-    catalog = truth.catalog(stores)
+    catalog = truth.catalog([undamaged, *stores] if damage.ghosts else stores)
     truth.check_drained(catalog, why)
     truth.check_floors(catalog, floors, why)
+    if damage.rot or damage.ghosts:
+        catalog = truth.catalog(stores, damage.rot)
     truth.check(catalog, lives, newest_seats(world, plan.ranks), truth.promises, why)
 
 
@@ -281,6 +335,16 @@ def _strike(world: World, plan: Plan, fault: Fault, outcome: Outcome) -> None:
             world.after(fault.lasts / 2, restart, job, homes)
         case "gc":
             world.floors.by_tool()
+        case "drains fail" | "drains end unheard" | "drains are late":
+            world.drains.begin(DRAINS[fault.kind], fault.lasts)
+        case "far rots":
+            world.damage.rot_far(rng)
+        case "far loses":
+            world.damage.lose_far(rng)
+        case "holder rots":
+            world.damage.rot_at(agent, rng)
+        case "repair":
+            world.repairs.begin(node, rng)
         case "cut":
             pair = frozenset(rng.sample(names, 2))
             world.cut.add(pair)

@@ -33,6 +33,7 @@ class Job:
         self.idle_since = 0.0
         self._busy = 0
         self._opening = 0
+        self._bad: set[tuple[str, str]] = set()
         world.jobs.append(self)
         world.after(world.delay(), self._claim)
 
@@ -80,7 +81,7 @@ class Job:
         if not self.alive or not agent.alive or not self.world.reaches(self.homes[0], agent.node):
             return
         agent.tell(ev.Asked(self.term))
-        self._found += [(agent.boot, dict(agent.ram)), (f"{agent.node}/lmdb", dict(agent.lmdb))]
+        self._found += [(agent.boot, dict(agent.ram)), (agent.disk, dict(agent.lmdb))]
         self._lives.add(agent.life)
 
     def _make_plan(self) -> None:
@@ -92,11 +93,16 @@ class Job:
         truth = self.world.truth
         self.plan = None
         if truth.manifests:
-            catalog = truth.catalog(self._found)
+            catalog = truth.catalog(self._found, self._bad)
+            why = f"restore of {self.term}"
+            sick = {agent.life for agent in self.world.agents.values()
+                    if self.world.damage.sick(agent)}  # fmt: skip
             self.plan = truth.check(
-                catalog, self._lives, self.world_seats(), self._promised, f"restore of {self.term}"
+                catalog, self._lives - sick, self.world_seats(), self._promised, why
             )
-            truth.check_floors(catalog, self.world.floors.floors, f"restore of {self.term}")
+            if self.world.damage.ghosts:
+                catalog = truth.catalog([*self._found, ("far", self.world.floors.with_ghosts())])
+            truth.check_floors(catalog, self.world.floors.floors, why)
         self.world.say(self.term, "plans", self.plan.step if self.plan else "nothing")
         delay = self.world.delay() + self.slow_plan
         self._renew(delay)
@@ -123,13 +129,23 @@ class Job:
             for agent in self.world.agents.values():
                 if agent.alive:
                     held[agent.boot] = agent.ram
-                    held[f"{agent.node}/lmdb"] = agent.lmdb
+                    held[agent.disk] = agent.lmdb
             refs = [ref for part in self.plan.parts for ref in (part.base, *part.deltas)]
             refs += [ref for extras in self.plan.extras.values() for ref in extras]
             for ref in refs:
-                had = [name for name, store in now.items() if ref.key in store]
-                if any(ref.key in held.get(name, ()) for name in had):
+                had = [name for name, store in now.items() if ref.key in store
+                       and (name, ref.key) not in self._bad]  # fmt: skip
+                damage = self.world.damage
+                if any(ref.key in held.get(name, ()) and not damage.rotten(name, ref.key)
+                       for name in had):  # fmt: skip
                     continue
+                bad = {(name, ref.key) for name in had if damage.rotten(name, ref.key)}
+                if bad:
+                    self.world.say(self.term, "finds rotten", ref.key, "and plans again")
+                    self._bad |= bad
+                    self.slow_plan = 0.0
+                    self._ask()
+                    return
                 kept = [name for name in had if name in held and "#" in name]
                 if kept:
                     raise Violation(

@@ -530,6 +530,22 @@ def test_what_a_drain_passes_over_is_not_said_to_be_drained() -> None:
     assert agent.far.newest(P) == 2
 
 
+def test_a_base_of_what_cannot_be_produced_here_is_drained() -> None:
+    """A process that died had deltas that others have folded over: nothing else fills that hole."""
+    agent = core()
+    put(agent, ref("base", 0), ref("extra", 0))
+    put(agent, ref("delta", 1), ref("extra", 1))
+    given = ref("base", 3, origin="replayed"), ref("extra", 3)
+    (admit,) = of(ev.Admit, agent.handle(ev.Offered("p", given, "", "b"), 1.0))
+    agent.handle(ev.Drained(FAR, agent.drains._queues[1].busy), 1.0)
+    out = agent.handle(ev.Stored("p", given, admit.place), 1.0)
+    assert given[0].key in [key for drain in of(ev.Drain, out) if drain.place == FAR
+                            for key in drain.keys]  # fmt: skip
+    folded = ref("base", 1, origin="replayed")  # of what is here, and on its way
+    assert not any(folded.key in drain.keys for drain in of(
+        ev.Drain, agent.handle(ev.Stored("", (folded,), RAM), 3.0)))  # fmt: skip
+
+
 def test_exposed_is_what_too_few_can_produce() -> None:
     """Not a step that is on its way, also where it closes a gap: the one before it counts then."""
     agent = core()

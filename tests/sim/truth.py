@@ -7,10 +7,10 @@ symbolically, and what comes out is compared with what the trainer had.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from adacheck_store.catalog import Catalog, RecordRef
+from adacheck_store.catalog import Catalog, RecordRef, gaps_of
 from adacheck_store.format.errors import NotProvableError
 from adacheck_store.format.manifest import Floor, Manifest
 from adacheck_store.recovery import RestorePlan, plan_restore
@@ -119,11 +119,26 @@ class Truth:
             value = after
         return value
 
-    def catalog(self, stores: Iterable[tuple[str, Mapping[str, RecordRef]]]) -> Catalog:
-        """The catalog of some stores, by name."""
+    def catalog(
+        self, stores: Iterable[tuple[str, Mapping[str, RecordRef]]],
+        lost: Collection[tuple[str, str]] = (),
+    ) -> Catalog:  # fmt: skip
+        """The catalog of some stores, by name, without what is lost: (store, key).
+
+        The head of what is lost there stays true: see `Catalog.without`.
+        """
         refs: dict[str, RecordRef] = {}
-        for _, store in stores:
-            refs.update(store)
+        told: dict[tuple[str, str], tuple[tuple[int, int], ...]] = {}
+        for name, store in stores:
+            if not lost:
+                refs.update(store)
+                continue
+            for key, ref in store.items():
+                if (name, key) not in lost:
+                    refs[key] = ref
+                elif ref.gap is not None:
+                    place = ref.term, ref.part
+                    told[place] = told.get(place, ()) + gaps_of((ref,), None).spans
         tables: dict[str, dict[tuple[str, str], list[RecordRef]]] = {
             "base": {}, "delta": {}, "extra": {}
         }  # fmt: skip
@@ -134,6 +149,7 @@ class Truth:
             bases={place: tuple(found) for place, found in tables["base"].items()},
             deltas={place: tuple(found) for place, found in tables["delta"].items()},
             extras={place: tuple(found) for place, found in tables["extra"].items()},
+            gap_spans=told,
         )  # fmt: skip
 
     def check(

@@ -16,7 +16,10 @@ from adacheck_store.agent.budget import Budget
 from adacheck_store.agent.core import AgentCore, AgentSettings
 from adacheck_store.agent.replica import FAR, LMDB, RAM
 from adacheck_store.catalog import RecordRef
+from tests.sim.damage import Damage
+from tests.sim.far import FarDrains
 from tests.sim.floors import Floors
+from tests.sim.repairs import Repairs
 from tests.sim.truth import Truth, Violation
 
 CALL_S = 3.0
@@ -34,6 +37,9 @@ class World:
         self.truth = Truth(ranks)
         self.far: dict[str, RecordRef] = {}
         self.floors = Floors(self, seed)
+        self.damage = Damage(self)
+        self.drains = FarDrains(self, seed)
+        self.repairs = Repairs(self)
         self.claims = 0
         self.agents: dict[str, Agent] = {}
         self.cut: set[frozenset[str]] = set()
@@ -83,8 +89,8 @@ class Agent:
     def __init__(self, world: World, node: str, domain: str, budget: int, **settings: Any) -> None:
         self.world = world
         self.node = node
-        self.domain = domain
-        self.total = budget
+        self.domain, self.total = domain, budget
+        self.disk = f"{node}/lmdb"
         self.settings = AgentSettings(**settings)
         self.ram: dict[str, RecordRef] = {}
         self.lmdb: dict[str, RecordRef] = {}
@@ -116,6 +122,7 @@ class Agent:
         """End the process: memory is gone, and the disk too if the node is."""
         if disk:
             self.lmdb = {}
+            self.world.damage.cleared(self.disk)
         if not self.alive:
             return
         self.world.say("kill", self.boot, "with its disk" if disk else "")
@@ -203,6 +210,7 @@ class Agent:
         store = self.ram if place == RAM else self.lmdb
         for ref in offer.refs:
             store[ref.key] = ref
+            self.world.damage.healed(self.boot if place == RAM else self.disk, ref.key)
         self.tell(ev.Stored(token, offer.refs, place, conn))
         reply("ok")
 
@@ -226,9 +234,8 @@ class Agent:
         if command.place == LMDB and self.disk_fails:
             self.tell(ev.Failed(command.token, full=True))
             return
-        if any(ref.key not in self.ram and ref.key not in self.lmdb
-               for ref in (plan.base, *plan.deltas)):  # fmt: skip
-            self.tell(ev.Failed(command.token))
+        if not all(self.world.damage.whole(self, ref.key) for ref in (plan.base, *plan.deltas)):
+            self.later(0.5, ev.Failed(command.token))
             return
         last = plan.deltas[-1]
         self._serial += 1
@@ -246,31 +253,25 @@ class Agent:
 
     def _drain(self, command: ev.Drain) -> None:
         delay = 0.02 + self.world.delay() + self.disk_s
-        self.world.after(delay, self._drained, self.boot, command)
+        if command.place == FAR:
+            self.world.drains.drain(self, command, delay)
+        else:
+            self.world.after(delay, self._drained, self.boot, command)
 
     def _drained(self, boot: str, command: ev.Drain) -> None:
         if not self.alive or boot != self.boot:
             return
-        done: list[str] = []
-        full = self.disk_fails and command.place == LMDB
-        if not full:
-            target = self.lmdb if command.place == LMDB else self.world.far
-            for key in command.keys:
-                ref = self.ram.get(key) or self.lmdb.get(key)
-                if ref is not None:
-                    target[key] = ref
-                done.append(key)
-        self.tell(ev.Drained(command.place, tuple(done), full))
-
-    def _survey(self, command: ev.Survey) -> None:
-        self.world.after(0.02 + self.world.delay(), self._surveyed, self.boot, command)
-
-    def _surveyed(self, boot: str, command: ev.Survey) -> None:
-        if self.alive and boot == self.boot:
-            seen = self.world.floors.left().values()
-            far = tuple(ref for ref in seen if ref.part in command.chains)
-            failed = self.world.rng.random() < 0.1
-            self.tell(ev.Surveyed(command.term, None if failed else far))
+        if self.disk_fails:
+            self.tell(ev.Drained(LMDB, (), full=True))
+            return
+        damage = self.world.damage
+        passed = tuple(key for key in command.keys if damage.rotten(self.boot, key))
+        done = tuple(key for key in command.keys if key not in passed)
+        for key in done:
+            if key in self.ram:
+                self.lmdb[key] = self.ram[key]
+                damage.healed(self.disk, key)
+        self.tell(ev.Drained(LMDB, done, passed=passed))
 
     def _prune(self, command: ev.Prune) -> None:
         """Of each own part the last two bases up to the watermark, and what follows, stay."""
@@ -334,7 +335,9 @@ class Agent:
             return
         if term != self.core.view.term:
             self.tell(ev.Called(caller, term))
-        if command.refs:
+        if command.refs and self.world.damage.sent_rotten(caller, command.refs):
+            self.world.after(0.3, reply, "what was sent does not verify")
+        elif command.refs:
             self.offer(command.refs, "", "", reply, caller)
         else:
             reply("ok")
@@ -390,7 +393,8 @@ def _without_token(opened: ev.Opened) -> ev.Opened:
 _CARRY_OUT: dict[type[Any], Callable[[Agent, Any], None]] = {
     ev.Admit: Agent._admit, ev.Refuse: Agent._reply, ev.Answer: Agent._reply,
     ev.Forward: Agent._forward, ev.Learn: Agent._learn, ev.Fold: Agent._fold,
-    ev.Drop: Agent._drop, ev.Drain: Agent._drain, ev.Survey: Agent._survey,
+    ev.Drop: Agent._drop, ev.Drain: Agent._drain,
+    ev.Survey: lambda agent, command: agent.world.drains.survey(agent, command),
     ev.Prune: Agent._prune,
     ev.AskBase: Agent._ask_base,
 }  # fmt: skip
