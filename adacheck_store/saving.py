@@ -148,9 +148,10 @@ def _fork(store: Store, run: str, step: int) -> dict[str, Any]:
             tips = {part.part: part.link for part in plan.parts}
             return found | {"parent": plan.term, "step": below, "tips": tips}
     if steps := prover.provable_steps():
+        stands = "it is there, if that is what was saved; else " if step in steps else ""
         raise UsageError(
             f"the run begins at step {steps[0]}, and a save at step {step} would have nothing to "
-            "come after", run=run, step=step, hint="name a later step, or another run",
+            "come after", run=run, step=step, hint=f"{stands}name a later step, or another run",
         )  # fmt: skip
     for trouble in catalog.troubles:
         raise RestoreError(

@@ -199,8 +199,8 @@ class Finding:
     """Something fsck found: in which tier, at which key, what it is and what follows.
 
     ``severity`` is ``damage``, ``warning`` or ``info``; ``invariant`` names the rule of the
-    format that is violated; ``unchecked`` says that something could not be looked at. ``steps`` are
-    the first and last that it is about, where it is about steps.
+    format that is violated; ``unchecked`` says that something could not be looked at. ``span`` has
+    the first and the last step that it is about, where it is about steps.
     """
 
     severity: str
@@ -214,7 +214,7 @@ class Finding:
     path: str = ""
     invariant: str = ""
     unchecked: bool = False
-    steps: tuple[int, int] | None = None
+    span: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,7 +230,7 @@ class Provable:
 
 def finding(
     kind: str, what: str, *, tier: str = "", key: str = "", run: str = "", path: str = "",
-    invariant: str = "", steps: tuple[int, int] | None = None,
+    invariant: str = "", span: tuple[int, int] | None = None,
 ) -> Finding:  # fmt: skip
     """A finding of a kind of the table."""
     known = KINDS[kind]
@@ -238,7 +238,7 @@ def finding(
         severity=known.severity, kind=kind, tier=tier, key=key, what=what, path=path,
         run=run or (key.split("/", 1)[0] if "/" in key else ""), consequence=known.consequence,
         remedy=known.remedy, invariant=invariant or known.invariant, unchecked=known.unchecked,
-        steps=steps,
+        span=span,
     )  # fmt: skip
 
 

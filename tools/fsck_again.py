@@ -80,12 +80,12 @@ def _alike(one: object, other: object) -> bool:
         return False
     if (one.kind, one.tier, one.run) != (other.kind, other.tier, other.run):
         return False
-    if one.steps is None or other.steps is None:
+    if one.span is None or other.span is None:
         same = one.key == other.key
         return same and (bool(one.key) or one.what == other.what)
     if one.key.rpartition("/")[0] != other.key.rpartition("/")[0]:
         return False
-    return max(one.steps[0], other.steps[0]) <= min(one.steps[1], other.steps[1])
+    return max(one.span[0], other.span[0]) <= min(one.span[1], other.span[1])
 
 
 def _unsettled(row: Row, before: Sequence[object], why: str) -> Row:

@@ -193,7 +193,7 @@ def check_floors(
             continue
         plan = prover.prove(step)
         if isinstance(plan, str) and not _of_another(alone, segment, step):
-            yield finding(kind, plan, tier=tier, key=key, steps=(step, step))
+            yield finding(kind, plan, tier=tier, key=key, span=(step, step))
 
 
 def check_tags(tier: str, catalog: Catalog) -> Iterator[Finding]:
@@ -224,7 +224,7 @@ def check_holes(tier: str, alone: Catalog, bad: set[str]) -> Iterator[Finding]:
                 if sum(low <= step <= high for step in named) < high - low + 1:
                     which = f"{low}..{high}" if high > low else str(low)
                     yield finding("hole", f"no {kind} of steps {which} of {place[1]}", tier=tier,
-                                  key=f"{prefix}{low:012d}", steps=(low, high))  # fmt: skip
+                                  key=f"{prefix}{low:012d}", span=(low, high))  # fmt: skip
     yield from _first_bases(tier, alone)
 
 
@@ -312,7 +312,7 @@ def check_steps(catalog: Catalog, tiers: Sequence[Tier]) -> Iterator[Finding | P
             what = f"steps {low}..{high}" if high > low else f"step {low}"
             verb = "is passed over" if kind == "parted" else "cannot be proven"
             yield finding(kind, f"{what} of the line {verb}: {reasons[low]}",
-                          run=catalog.run, steps=(low, high))  # fmt: skip
+                          run=catalog.run, span=(low, high))  # fmt: skip
     yield provable(catalog.run, "all", good)
     yield from _branches(catalog, {segment.term for segment in prover.line})
 

@@ -70,7 +70,7 @@ def check_folds(
 
 def _not_folded(catalog: Catalog, step: int, why: str) -> Finding:
     what = f"step {step}: {why}"
-    return finding("not-folded", what, run=catalog.run, steps=(step, step))
+    return finding("not-folded", what, run=catalog.run, span=(step, step))
 
 
 def spread(steps: Sequence[int], count: int) -> list[int]:

@@ -33,6 +33,8 @@ MAGIC = '{"adacheck-store": "journal of fsck", '
 VERSION = 1
 _NAME_BYTES = 16
 _STAMPS = 256
+_OLD = object()
+"""Stands in memory for an entry of the check that is gone on with, until it is taken."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,43 +49,38 @@ class ResumedRow:
 
 
 class Journal:
-    """What was verified, by name. In memory some 120 bytes an entry, in the file 42.
+    """What was verified, by name. In memory at most 150 bytes an entry, in the file 42.
 
     Opened by `open_journal`; no process but this one writes it meanwhile.
     """
 
     def __init__(self, path: str, fd: int, began: float, lines: Iterator[str]) -> None:
         self.path, self._fd, self._began = path, fd, began
-        self._old = dict[bytes, Any]()
-        self._new = dict[bytes, Any]()
+        self._known = dict[bytes, Any]()
         self._stamps: OrderedDict[tuple[str, str], str] = OrderedDict()
         self._taken = [0, 0, 0]
         for line in lines:
-            self._old |= _entry(line)
+            self._known |= _entry(line)
 
     def holds(self, name: bytes, nbytes: int) -> bool:
         """Whether so many bytes were verified, by this check or the one that it goes on with."""
-        if name in self._new:
-            return True
-        if name not in self._old:
-            return False
-        self._new[name] = self._old.pop(name)
-        self._taken[0] += 1
-        self._taken[1] += nbytes
-        return True
+        if self._known.get(name) is _OLD:
+            self._known[name] = None
+            self._taken[0] += 1
+            self._taken[1] += nbytes
+        return name in self._known
 
     def told(self, name: bytes) -> Any:
         """What was noted with a name; None if there is none."""
-        if name in self._old:
-            self._new[name] = self._old.pop(name)
-            self._taken[2] += 1
-        return self._new.get(name)
+        what = self._known.get(name)
+        self._taken[2] += what is not None
+        return what
 
     def add(self, name: bytes, what: Any = None) -> None:
         """Note that something was verified, and what else is to be told of it (as JSON)."""
-        if name in self._new:
+        if name in self._known:
             return
-        self._new[name] = what
+        self._known[name] = what
         text = name.hex() if what is None else f"{name.hex()} {json.dumps(what)}"
         _write(self.path, self._fd, _line(text))
 
@@ -163,7 +160,7 @@ def open_journal(path: str | os.PathLike[str], store: Store) -> Iterator[Journal
 
 
 def _begun(path: str, fd: int, store: str) -> float:
-    """When the journal was begun; a new one is, and an end that was cut off is taken away."""
+    """When the journal was begun; a new one is, and a line that was cut off is ended."""
     size = os.fstat(fd).st_size
     first = os.pread(fd, 4096, 0)
     line, whole, _ = first.partition(b"\n")
@@ -184,10 +181,8 @@ def _begun(path: str, fd: int, store: str) -> float:
             f"the journal is of another store, {head['store']}, and this is {store}", path=path,
             hint="name a new file",
         )  # fmt: skip
-    end = size
-    while end and os.pread(fd, 1, end - 1) != b"\n":
-        end -= 1
-    os.ftruncate(fd, end)
+    if os.pread(fd, 1, size - 1) != b"\n":
+        _write(path, fd, b"\n")
     return float(head["began"])
 
 
@@ -199,7 +194,7 @@ def _head(line: bytes) -> Mapping[str, Any] | None:
 def _entry(line: str) -> dict[bytes, Any]:
     """The entry of a line; none if it is damaged, which costs reading again what it told."""
     name, _, what = _checked(line.rstrip("\n")).partition(" ")
-    return {bytes.fromhex(name): json.loads(what) if what else None} if name else {}
+    return {bytes.fromhex(name): json.loads(what) if what else _OLD} if name else {}
 
 
 def _line(text: str) -> bytes:

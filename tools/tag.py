@@ -67,8 +67,8 @@ def add(
     """Give a step of the line (the newest provable one) a name, and a base in the object tier.
 
     Base and extras are there before the tag is: killed between, it is as if the step had been
-    compacted. Raises `NameRefusedError`, `UsageError` for a name that is taken or a step that is
-    about to be deleted, and what `compact` raises.
+    compacted. One that stands for this very step stays. Raises `NameRefusedError`, `UsageError`
+    for a name that is taken or a step that is about to be deleted, and what `compact` raises.
     """
     if not is_run(name):
         raise NameRefusedError(
@@ -76,23 +76,30 @@ def add(
             hint="use 1 to 128 of A-Z a-z 0-9 . _ - and begin with a letter or digit",
         )
     chosen = choose_run(store, run)
-    for tag in tier_catalog(store.far, chosen).tags:
-        if tag.name == name:
-            raise UsageError(
-                f"the tag {name!r} stands, for step {tag.step}", run=chosen, step=step,
-                hint="choose another name, or remove it first",
-            )  # fmt: skip
+    stands = next((tag for tag in tier_catalog(store.far, chosen).tags if tag.name == name), None)
+    if stands is not None and stands.step != step:
+        raise _taken(stands)
     (row, *_) = compact(store, chosen, to=step, inexact=inexact, progress=progress)
     _bring_extras(store, chosen, row.step)
-    tag = put_tag(store.far, chosen, term=row.term, name=name, step=row.step)
+    if stands is not None and stands.term != row.term:
+        raise _taken(stands)
+    tag = stands or put_tag(store.far, chosen, term=row.term, name=name, step=row.step)
     plans = standing(tier_catalog(store.far, chosen))[1]
     if all(plan.step != tag.step for plan in plans):
-        remove_tag(store.far, chosen, name)
+        if stands is None:
+            remove_tag(store.far, chosen, name)
         raise TierDamagedError(
             "the step cannot be produced there right after it was written", run=chosen,
             step=tag.step, tier=store.far.traits.name, hint="fsck says what is wrong with it",
         )  # fmt: skip
-    return _row(tag, True, True, "added")
+    return _row(tag, True, True, "added" if stands is None else "stands")
+
+
+def _taken(tag: Tag) -> UsageError:
+    return UsageError(
+        f"the tag {tag.name!r} stands, for step {tag.step}", run=tag.run, step=tag.step,
+        hint="choose another name, or remove it first",
+    )  # fmt: skip
 
 
 def _bring_extras(store: Store, run: str, step: int) -> None:

@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adacheck_store.format.errors import TierUnavailableError
+from adacheck_store.tiers.zarr import ZarrTier
 from tests.s3.door import S3Door
 from tests.s3.server import BUCKET, READER, Server, use
 from tests.tools.stores import cli_json, train
@@ -72,6 +80,42 @@ def test_repair(real: Server) -> None:
     done = [row["done"] for row in document["rows"] if row["row"] == "RepairRow"]
     assert (code, done) == (4, ["rebuilt"] * 3)
     assert cli_json("fsck", url)[0] == 0
+
+
+def test_a_check_goes_on(
+    real: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """What was verified is not read again, but for an object that was put anew: times tell."""
+    url, journal, reads = real.url(), tmp_path / "journal", list[str]()
+    train(url, 12)
+    whole, left = ZarrTier.read_into, [8]
+
+    def read_into(tier: ZarrTier, key: str, *more: Any) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise TierUnavailableError("it does not answer")
+        reads.append(key)
+        whole(tier, key, *more)
+
+    monkeypatch.setattr(ZarrTier, "read_into", read_into)
+    assert cli_json("fsck", url, "--resume", journal)[0] == 3
+    assert len(reads) == 8
+    door, first = S3Door(url), next(key for key in reads if "/base/" in key)
+    name = next(n for n in door.names() if n.startswith(f"{first}/") and n.endswith("/c/0"))
+    data = bytearray(door.get(name))
+    data[5] ^= 1
+    time.sleep(1.1)  # S3 tells seconds
+    door.put(name, bytes(data))
+    before, left[0] = set(reads) - {first}, 1 << 30
+    reads.clear()
+    code, document = cli_json("fsck", url, "--resume", journal)
+    assert code == 1
+    damaged = [row["key"] for row in document["rows"] if row.get("kind") == "block"]
+    assert damaged == [first]
+    assert first in reads
+    # Of a base that was cut off among its arrays nothing is noted.
+    assert len(before & set(reads)) <= 1
+    assert not journal.exists()
 
 
 def test_a_drill(real: Server) -> None:

@@ -95,6 +95,6 @@ def test_a_repair_that_sets_too_much_aside_is_found(
         def source(self: Any, text: str) -> Any:
             raise repair_module.RecordNotFoundError("no tier has it right", key=text)
 
-        monkeypatch.setattr(repair_module._Survey, "source", source)
+        monkeypatch.setattr(repair_module.Survey, "source", source)
         with pytest.raises(AssertionError, match="whole in another tier"):
             verbs.mend(world)

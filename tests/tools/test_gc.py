@@ -579,16 +579,47 @@ OTHERS = [(name, count) for name in POINTS for count in (1, 7) if (name, count) 
 def test_killed_anywhere(store: Path, states: dict[int, Restored], name: str, count: int) -> None:
     """What is promised stays, and the next one ends it: nothing below the floor, nothing loose."""
     assert cli("tag", store, "good", 13).exit_code == 0
-    arguments = ["gc", str(store), "--every", "16", "--apply", "--grace", "0", "--older", "0"]
-    ended, said = run(["adacheck_store", *arguments], fail=f"{name}:{count}")
-    assert ended in ((-signal.SIGKILL,) if count == 1 else (-signal.SIGKILL, 0)), said
+    killed_and_run_again(store, states, f"{name}:{count}", certain=count == 1)
+
+
+COLLECT = ("--every", "16", "--apply", "--grace", "0", "--older", "0")
+
+
+def killed_and_run_again(
+    store: Path, states: dict[int, Restored], spec: str, *, certain: bool
+) -> None:  # fmt: skip
+    """Killed at a failpoint, which it is ``certain`` to come to; looked at, and run again."""
+    ended, said = run(["adacheck_store", "gc", str(store), *COLLECT], fail=spec)
+    assert ended in ((-signal.SIGKILL,) if certain else (-signal.SIGKILL, 0)), (spec, said)
     kept = {0, 13, 16, *range(32, END + 1)}
     with open_for_reading(str(store)) as opened:
         assert set(provable([opened.far], {step: states[step] for step in kept})) == kept
     assert all(found["kind"] == "unfinished" for found in findings(store)[1])
-    collected(store, *arguments[2:4], "--apply", "--older", "0")
+    collected(store, "--every", "16", "--apply", "--older", "0")
     check(store, states, kept)
     assert below_floor(store) <= {"base", "extra"}
+
+
+@pytest.mark.fault
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_killed_anywhere_later(
+    store: Path, states: dict[int, Restored], tmp_path: Path
+) -> None:  # fmt: skip
+    """In the middle of what passes a failpoint, and at the last of it."""
+    assert cli("tag", store, "good", 13).exit_code == 0
+    copy, counts = tmp_path / "copy", Counter[str]()
+    shutil.copytree(store, copy)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(failpoints, "hit", lambda name: counts.update([name]))
+        collected(copy, *COLLECT)
+    shutil.rmtree(copy)
+    assert counts.keys() == set(POINTS)
+    for name, count in sorted(counts.items()):
+        for hit in sorted({(count + 1) // 2, count}):
+            shutil.copytree(store, copy)
+            killed_and_run_again(copy, states, f"{name}:{hit}", certain=True)
+            shutil.rmtree(copy)
 
 
 def test_these_are_all_that_it_passes(store: Path) -> None:
@@ -603,6 +634,8 @@ def test_tags_by_the_command(store: Path) -> None:
     code, document = cli_json("tag", store, "end")
     assert code == 0
     assert (document["rows"][0]["step"], document["rows"][0]["done"]) == (END, "added")
+    code, document = cli_json("tag", store, "end", END)  # done again it changes nothing
+    assert (code, document["rows"][0]["done"]) == (0, "stands")
     assert cli("tag", store, "early", 3).exit_code == 0
     rows = cli_json("tag", store)[1]["rows"]
     assert [(row["name"], row["step"], row["base"]) for row in rows] == [

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
+from adacheck_store.drain import TierSource
 from adacheck_store.format.errors import TierUnavailableError
 from adacheck_store.store import open_for_reading
 from adacheck_store.tiers.lmdb import LmdbTier
 from adacheck_store.tiers.object_local import LocalObjects
 from adacheck_store.tiers.zarr import ZarrTier
-from adacheck_store.tools import fsck_again
+from adacheck_store.tools import fsck_again, fsck_objects
 from adacheck_store.tools.findings import Finding, Provable, finding
 from adacheck_store.tools.fsck import Row, fsck
 from adacheck_store.tools.fsck_again import READINGS_MAX, settled
@@ -212,7 +213,7 @@ def test_damage_beside_a_floor_that_rises_is_found(
 def hole(low: int, high: int) -> Finding:
     """A finding about steps."""
     key = f"{RUN}/t/p/delta/{low:012d}"
-    return finding("hole", f"{low}..{high}", tier="lmdb", key=key, steps=(low, high))
+    return finding("hole", f"{low}..{high}", tier="lmdb", key=key, span=(low, high))
 
 
 def test_what_is_settled_and_how_often_it_is_read() -> None:
@@ -235,7 +236,7 @@ def test_what_is_settled_and_how_often_it_is_read() -> None:
     assert isinstance(row, Finding)
     assert (row.kind, row.severity, row.unchecked) == ("unsettled", "warning", True)
     # Two kinds, tiers or places are two findings.
-    other = finding("hole", "5..7", tier="lmdb", key=f"{RUN}/t/q/delta/{5:012d}", steps=(5, 7))
+    other = finding("hole", "5..7", tier="lmdb", key=f"{RUN}/t/q/delta/{5:012d}", span=(5, 7))
     assert play_readings([hole(5, 7)], [other], [other])[1] == 3
 
 
@@ -285,3 +286,33 @@ def test_documents_that_come_behind_a_reader(
         check = RecordCheck(opened.far, RUN, Layouts(opened.tiers, RUN), silent, 0)
         assert [row for row in check.findings() if row.severity == "damage"] == []
     assert listed
+
+
+@pytest.mark.parametrize("goes", [True, False])
+def test_a_pack_that_goes_while_it_is_read(
+    grown: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, goes: bool
+) -> None:
+    """One of two that hold a step: gone it is no damage, damaged it is."""
+    store = shutil.copytree(grown, tmp_path / "store")
+    key = keys_of(store, "zarr", "delta")[-1]
+    with open_for_reading(str(store)) as opened:
+        opened.far.put([TierSource(opened.far, key)])
+    (alone,) = [path for path in objects(store, "*/*/p000000/pack/*") if path.is_dir()
+                and path.name[:12] == path.name[13:25] == f"{END:012d}"]  # fmt: skip
+    harmed: list[str] = []
+    whole = fsck_objects.pack_blocks
+
+    def behind(tier: str, objects: Any, pack: Any) -> Iterator[Finding]:
+        if not harmed and str(pack.key).endswith(alone.name):
+            harmed.append(alone.name)
+            if goes:
+                shutil.rmtree(alone)
+            else:
+                flip(alone / "data" / "c" / "0", 40)
+        yield from whole(tier, objects, pack)
+
+    monkeypatch.setattr(fsck_objects, "pack_blocks", behind)
+    with open_for_reading(str(store)) as opened:
+        found = list(fsck_objects.check_overlaps(opened.far, RUN))
+    assert harmed
+    assert [(row.kind, row.key) for row in found] == ([] if goes else [("block", key)])

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 
 from adacheck_store.store import open_for_reading
 from adacheck_store.tiers import failpoints
+from adacheck_store.tools.findings import Provable
 from adacheck_store.tools.fsck import fsck
 from adacheck_store.tools.repair import repair
 from tests.core.toy import Toy
@@ -221,31 +223,45 @@ def steps(store: Path) -> set[tuple[str, str]]:
     """What can be proven, as fsck says after reading everything."""
     with open_for_reading(str(store)) as opened:
         found = list(fsck(opened))
-    return {(row.tier, row.steps) for row in found if hasattr(row, "steps")}
+    return {(row.tier, row.steps) for row in found if isinstance(row, Provable)}
 
 
 def test_killed_anywhere_and_done_again(store: Path, tmp_path: Path) -> None:
     """SIGKILL at every failpoint a repair passes: nothing provable is lost, and the end is one."""
+    killed_and_done_again(store, tmp_path, lambda count: {1})
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_killed_anywhere_later(store: Path, tmp_path: Path) -> None:
+    """The same in the middle of what passes a failpoint, and at the last of it."""
+    killed_and_done_again(store, tmp_path, lambda count: {(count + 1) // 2, count})
+
+
+def killed_and_done_again(
+    store: Path, tmp_path: Path, hits: Callable[[int], set[int]]
+) -> None:  # fmt: skip
+    """Killed at some of the hits of each failpoint."""
     for damage in (flip_block, flip_packed, cut_pack, lose_pack, flip_lmdb):
         damage(store)
     whole = tmp_path / "whole"
     shutil.copytree(store, whole)
-    failpoints.disarm()
-    mend(whole)
-    names = sorted(failpoints.seen())
-    assert {"local.rename.before", "lmdb.sync.after"} <= set(names)
+    counts = Counter[str]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(failpoints, "hit", lambda name: counts.update([name]))
+        mend(whole)
+    assert {"local.rename.before", "lmdb.sync.after"} <= counts.keys()
     end = steps(whole)
     proven = dict(steps(store))["all"]
-    struck = 0
-    for number, name in enumerate(names):
-        copy = tmp_path / str(number)
-        shutil.copytree(store, copy)
-        struck += killed(copy, name)
-        assert dict(steps(copy))["all"] == proven, name
-        mend(copy)
-        assert steps(copy) == end, name
-        shutil.rmtree(copy)
-    assert struck == len(names)
+    copy = tmp_path / "copy"
+    for name, count in sorted(counts.items()):
+        for hit in sorted(hits(count)):
+            shutil.copytree(store, copy)
+            assert killed(copy, f"{name}:{hit}"), (name, hit)
+            assert dict(steps(copy))["all"] == proven, (name, hit)
+            mend(copy)
+            assert steps(copy) == end, (name, hit)
+            shutil.rmtree(copy)
 
 
 def test_usage(store: Path) -> None:

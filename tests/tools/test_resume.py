@@ -206,7 +206,12 @@ def test_lines_that_are_damaged_cost_reading_again(store: Path, tmp_path: Path) 
     lines[4:4] = [b"\x00\xff noise\n", b"\n", b"zz 00000000\n"]
     journal.write_bytes(b"".join(lines) + lines[1][:17])
     assert resumed(store, journal)["records"] == count - 1
-    assert journal.read_bytes() == b"".join(lines) + lines[1][:17]  # the copy was cut, not this
+    assert journal.read_bytes() == b"".join(lines) + lines[1][:17]
+    with open_for_reading(str(store)) as opened:  # what comes after a torn line is whole
+        with open_journal(journal, opened) as noted:
+            noted.add(name_of("later"))
+        with open_journal(journal, opened) as noted:
+            assert noted.holds(name_of("later"), 0)
     for begun_of in (b"", lines[0][:10], lines[0][:-1]):  # killed before its first line was whole
         journal.write_bytes(begun_of)
         assert resumed(store, journal)["records"] == 0
