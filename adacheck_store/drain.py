@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 
-from adacheck_store.format.errors import AdaCheckError
+from adacheck_store.format.errors import AdaCheckError, FormatError, RecordNotFoundError
 from adacheck_store.format.head import SealedHead
 from adacheck_store.format.ids import BLOCK_BYTES
 from adacheck_store.format.keys import parse_key
@@ -119,9 +119,32 @@ def copy_records(uppers: Sequence[Tier], far: Tier, keys: Sequence[str]) -> int:
     """Copy records to ``far`` in one put, each from the first tier that has it.
 
     Returns the bytes of their arrays; raises what the last of the upper tiers says of a record
-    that none of them gives.
+    that none of them gives. One alone is copied from the first tier that has it right.
     """
+    if len(keys) == 1:
+        return _copy_one(uppers, far, keys[0])
     sources = [_source(uppers, key) for key in keys]
     plain: list[Source] = list(sources)
     far.put(plain)
     return sum(source.nbytes for source in sources)
+
+
+def _copy_one(uppers: Sequence[Tier], far: Tier, key: str) -> int:
+    """What memory has wrong the disk may have right; raises what is wrong with it, if none has."""
+    error: AdaCheckError | None = None
+    for tier in uppers[:-1]:
+        try:
+            source = TierSource(tier, key)
+        except AdaCheckError:
+            continue
+        try:
+            far.put([source])
+            return source.nbytes
+        except (FormatError, RecordNotFoundError) as exc:
+            error = error or exc
+    try:
+        source = TierSource(uppers[-1], key)
+        far.put([source])
+    except (FormatError, RecordNotFoundError) as exc:
+        raise error or exc from None
+    return source.nbytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 
 from .catalog import RecordRef
 from .drift import Drift
@@ -67,8 +68,11 @@ class Progress:
     behind: bool = False
 
 
+SAID_AGAIN_S = 60.0
+
+
 class Lag:
-    """Says, once each time, that the far tier is further behind what is stored than it may be.
+    """Says that the far tier is further behind than it may be, once a minute at most.
 
     ``most``: steps. What was stored before this process counts for nothing here.
     """
@@ -76,6 +80,7 @@ class Lag:
     def __init__(self, most: int) -> None:
         self._most = most
         self._first: int | None = None
+        self._quiet_until = 0.0
 
     def look(self, progress: Progress) -> None:
         """Something was stored, or drained: whether it is ``behind``."""
@@ -84,7 +89,8 @@ class Lag:
         if self._first is None:
             return
         steps = progress.stored - max(progress.drained, self._first - 1)
-        if steps > self._most and not progress.behind:
+        if steps > self._most and not progress.behind and time.monotonic() >= self._quiet_until:
+            self._quiet_until = time.monotonic() + SAID_AGAIN_S
             log.warning(
                 "the far tier is %d steps behind, more than object_lag (%d): it does not keep up, "
                 "and a machine that is lost takes these steps along", steps, self._most,

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from adacheck_store.config import Settings
+from adacheck_store.drain import copy_records
+from adacheck_store.format.errors import DigestMismatchError
 from adacheck_store.format.keys import parse_key
 from adacheck_store.format.manifest import Floor
 from adacheck_store.policy import Retention
@@ -77,6 +79,29 @@ def test_pruning_rests_though_a_tag_holds_the_floor(tiers: int) -> None:
     assert "tag good" in upkeep.notice
     assert upkeep.progress.far_floor < 4
     session.close()
+
+
+def test_a_record_is_drained_from_who_has_it_right() -> None:
+    """It is damaged in the nearest tier, and not in the next one."""
+    near, other, far = KeptTier("lmdb"), KeptTier("other"), KeptTier("zarr")
+    session, toy, journal = session_on(near, far), make_toy(), Journal()
+    begin(session, toy, journal)
+    train(session, toy, journal, 2)
+    session.flush(60.0)
+    session.close()
+    keys = [key for key in near.list("") if "/log/" not in key]
+    copy_records([near], other, keys)
+    (key,) = [key for key in keys if key.endswith("/delta/000000000002")]
+    _, blocks = near._records[key]
+    for place, held in blocks.items():
+        blocks[place] = bytes([held[0] ^ 1]) + held[1:]
+    far.delete([key])
+    with pytest.raises(DigestMismatchError):
+        copy_records([near], far, [key])
+    with pytest.raises(DigestMismatchError):
+        copy_records([near, KeptTier("empty")], far, [key])
+    assert copy_records([near, other], far, [key]) > 0
+    assert far.head(key).id == other.head(key).id
 
 
 def test_a_far_tier_that_does_not_keep_up_is_told(caplog: pytest.LogCaptureFixture) -> None:

@@ -192,7 +192,7 @@ def test_keys_are_spread(
     kinds = Counter(words[2] if words[1].startswith("t0") else words[1] for words in common[1:])
     assert common[0] == ["adacheck.json"]
     assert kinds.keys() <= {"log", "layout", "manifest"}
-    assert kinds.total() <= launcher.ranks + 5
+    assert kinds.total() <= 2 * launcher.ranks + 5  # looks for copies may make layouts anew
     assert kinds.total() < sum(parts)
 
 

@@ -79,13 +79,18 @@ class Bad:
 
 @dataclass(frozen=True)
 class Act:
-    """What is done to a store, whether it was done, and steps that must stay as they were."""
+    """What is done to a store, whether it was done, and steps that must stay as they were.
+
+    ``new``: a run that it begins. Cut off between the heads of its one step it has said that there
+    is one, and fsck says that it is not whole.
+    """
 
     run: Callable[[str], None]
     done: Callable[[str], bool]
     stay: tuple[int, ...]
     before: Callable[[str], None] = lambda url: None
     runs: tuple[str, ...] = (RUN,)
+    new: str = ""
 
 
 def verb(*arguments: object) -> Callable[[str], None]:
@@ -158,7 +163,7 @@ ACTS = {
     "compact": Act(verb("compact", "--to", 7), lambda url: 7 in bases(url), (0, 4, 7, END)),
     "go on": Act(go_on, reached, (0, 4, 7, END)),
     "repair": Act(verb("fsck", "--repair"), lambda url: 4 not in bases(url), (0, 3, 7, END), flip),
-    "import": Act(take_in, taken_in, (0, 4, 7, END), runs=(RUN, OTHER)),
+    "import": Act(take_in, taken_in, (0, 4, 7, END), runs=(RUN, OTHER), new=OTHER),
 }  # fmt: skip
 
 
@@ -220,7 +225,8 @@ class Bench:
         self._proxy.restart()
         assert digests(straight, act.stay) == expected
         rows = [row for row in cli_json("fsck", straight)[1]["rows"] if row["row"] == "Finding"]
-        bad = [row for row in rows if row["severity"] == "damage"]
+        half = lambda row: row["kind"] == "gap" and row["run"] == act.new  # noqa: E731
+        bad = [row for row in rows if row["severity"] == "damage" and not half(row)]
         assert act.before is flip or not bad, bad
         act.run(straight)
         assert act.done(straight)

@@ -65,7 +65,8 @@ class FarDrains:
         damage = self._world.damage
         if alive:  # what has gone or rots by now was read before, or is not
             sent = [(key, agent.ram.get(key) or agent.lmdb.get(key)) for key, _ in sent]
-        passed = [key for key, ref in sent if ref is not None and self._bad(agent, key)]
+        bad = [key for key, ref in sent if ref is not None and not damage.whole(agent, key)]
+        passed = bad if alive else []
         taken = [ref for key, ref in sent if ref is not None and key not in passed]
         heard = alive
         if self.wrong["fails"]:
@@ -104,8 +105,3 @@ class FarDrains:
             there = tuple(ref for ref in seen if ref.part in command.chains)
             failed = self._world.rng.random() < 0.1
             agent.tell(ev.Surveyed(command.term, None if failed else there))
-
-    def _bad(self, agent: Agent, key: str) -> bool:
-        """Whether what a drain would copy does not verify: memory is read first."""
-        damage = self._world.damage
-        return damage.rotten(agent.boot if key in agent.ram else agent.disk, key)

@@ -249,7 +249,8 @@ def test_a_gap_disowns_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_so_it_does_in_the_far_tier(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a gap disowns is not said to be drained, though it has got there."""
     off = lambda patch: patch.setattr(Far, "disown", lambda self, refs: None)  # noqa: E731
-    breaks(anything(), off, monkeypatch, "drained, there is")
+    plans = of_kind("late answer", "kill trainers", places=LMDB | FAR)
+    breaks(plans, off, monkeypatch, "drained, there is")
 
 
 # Leases and terms --------------------------------------------------------------------------------
