@@ -15,6 +15,7 @@ from unittest.mock import patch
 
 from adacheck_store.catalog import RecordRef
 from adacheck_store.drain import in_batches
+from adacheck_store.format import keys
 from adacheck_store.format.errors import AdaCheckError, TierUnavailableError
 from adacheck_store.format.keys import is_key, parse_key
 from adacheck_store.format.manifest import Floor
@@ -88,7 +89,11 @@ class Repair:
             self.over = True
 
     def _go_on(self) -> None:
-        """To the next row, or the end, or its death."""
+        """To the next row, or the end, or its death; names of packs are the history's too."""
+        with patch.object(keys, "new_nonce", lambda: f"{self._rng.getrandbits(64):016x}"):
+            self._step()
+
+    def _step(self) -> None:
         self._mirror.follow()
         was = self._mirror.state()
         if self._wrong is None:
@@ -210,7 +215,9 @@ class Repair:
             ref = self._library.refs.get(text)
             if ref is None:  # a document
                 continue
-            if now.get(text) != SOUND:
+            # Of a batch that was missing the rows come one by one, after it was put.
+            put = row.was == "damaged" or text in self._mirror.touched()
+            if put and now.get(text) != SOUND:
                 raise Violation(f"{ref.key} is told to be rebuilt, and is {now.get(text)}")
             if row.was == "missing" and self._covered(ref, self._floors):
                 raise Violation(f"{ref.key} is below a floor, and a repair brings it back")
@@ -286,14 +293,14 @@ class Mirror:
 
     def touched(self) -> list[str]:
         """Records whose objects, or whose pack's, were changed since `follow`."""
-        keys: set[str] = set()
+        found: set[str] = set()
         for name in self._objects.touched:
             owner = owner_of(name)
             if not name.startswith(ASIDE) and owner and is_key(owner):
                 key = parse_key(owner)
                 if key.kind in ("base", "pack"):
-                    keys.update(expand([key]) if key.kind == "pack" else [owner])
-        return sorted(keys)
+                    found.update(expand([key]) if key.kind == "pack" else [owner])
+        return sorted(found)
 
     def state(self) -> dict[str, str]:
         """Of each record there whether it verifies, and is what was written."""
