@@ -177,6 +177,8 @@ def fsck_verb(
         journal = stack.enter_context(open_journal(resume, store)) if resume else None
         if repair:
             rows += mend(store, run, dry_run=dry_run, progress=tell, journal=journal)
+            if journal is not None:
+                journal.forget_places()
         repaired = [row.done for row in rows]
         rows += fsck(store, run, tell, deep=sample if deep else 0, journal=journal)
     code = exit_code(row for row in rows if isinstance(row, Finding))

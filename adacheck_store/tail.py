@@ -89,7 +89,7 @@ class Lag:
         if self._first is None:
             return
         steps = progress.stored - max(progress.drained, self._first - 1)
-        if steps > self._most and not progress.behind and time.monotonic() >= self._quiet_until:
+        if steps > self._most and time.monotonic() >= self._quiet_until:
             self._quiet_until = time.monotonic() + SAID_AGAIN_S
             log.warning(
                 "the far tier is %d steps behind, more than object_lag (%d): it does not keep up, "

@@ -242,6 +242,7 @@ class PackShelf:
                 pack.head(key.step)
                 found.append(pack)
             except FormatError as exc:
+                self.drop(name)  # who asks again is to be told what lies there then
                 trouble = trouble or exc
         ids = {pack.head(key.step).id for pack in found}
         if len(ids) > 1:

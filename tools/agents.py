@@ -10,7 +10,7 @@ from typing import Any
 
 from adacheck_store.agent import places
 from adacheck_store.agent.messages import read_json
-from adacheck_store.format.errors import AdaCheckError, UsageError
+from adacheck_store.format.errors import AdaCheckError, TierUnavailableError, UsageError
 from adacheck_store.tiers import credentials as keys
 from adacheck_store.tiers.base import Tier, TierTraits
 from adacheck_store.tiers.channel import Limits
@@ -179,6 +179,8 @@ def _ask(met: Met, peers: Mapping[str, Peer]) -> None:
 
     with ThreadPoolExecutor(_AT_ONCE) as threads:
         for name, answer in zip(peers, threads.map(status, peers.values()), strict=True):
+            if not isinstance(answer, AdaCheckError) and answer.get("node") != name:
+                answer = TierUnavailableError(f"another agent, {answer.get('node')!r}, is there")
             if isinstance(answer, AdaCheckError):
                 met.silent[name] = answer
             else:

@@ -43,8 +43,8 @@ def fsck(
     """Every finding of a store, or of one run. The store must be open for reading.
 
     ``deep`` steps of every run are folded besides, and held against the trainer's fingerprints.
-    What the ``journal`` says is verified is not read; a check that could look at everything ends
-    it.
+    What the ``journal`` says is verified is not read; a check that could look at
+    everything removes it, see `Journal.end`.
 
     `findings.exit_code` says what they amount to.
     """
@@ -55,8 +55,7 @@ def fsck(
         yield row
     if journal is not None:
         yield journal.row()
-        if whole:
-            journal.finish()
+        journal.end(whole=whole)
 
 
 def _rows(
@@ -95,6 +94,8 @@ class _Bytes:
     lost: set[tuple[str, str]] = field(default_factory=set)
     bad: dict[str, set[str]] = field(default_factory=dict)
     wrong: dict[tuple[str, str], set[tuple[str, int]]] = field(default_factory=dict)
+    silent: set[str] | None = None
+    """Tiers whose keys could not be listed when the chains were judged first."""
 
     def sound(self, catalog: Catalog) -> Catalog:
         """What can be read of a catalog's records, from all tiers together."""
@@ -137,7 +138,9 @@ def _check_chains(store: Store, catalog: Catalog, found: _Bytes) -> Iterator[Row
 
     Of what has come since these were read heads alone are known.
     """
-    alone = dict(_alone(store, catalog.without(found.lost), catalog.run))
+    alone = dict(_alone(store, catalog.without(found.lost), catalog.run, found.silent))
+    if found.silent is None:
+        found.silent = {tier.traits.name for tier in store.tiers} - alone.keys()
     sound = found.sound(catalog)
     yield from check_links(sound)
     yield from check_terms(sound, log_read=_log_read(store, found.bad))
@@ -166,11 +169,17 @@ def _completed(
     return found
 
 
-def _alone(store: Store, catalog: Catalog, run: str) -> Iterator[tuple[str, Catalog]]:
+def _alone(
+    store: Store, catalog: Catalog, run: str, silent: set[str] | None
+) -> Iterator[tuple[str, Catalog]]:  # fmt: skip
+    """What each tier has; raises where one does not tell that has told before."""
     for tier in store.tiers:
+        name = tier.traits.name
         try:
-            yield tier.traits.name, held_alone(catalog, tier, run)
+            yield name, held_alone(catalog, tier, run)
         except AdaCheckError:
+            if silent is not None and name not in silent:
+                raise
             continue  # named when its records were read
 
 

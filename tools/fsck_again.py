@@ -49,10 +49,12 @@ def settled(first: Iterable[Row], again: Callable[[], Iterable[Row]]) -> list[Ro
 
 def read_again(tiers: Sequence[Tier], before: Catalog) -> Catalog:
     """The catalog, read anew; raises what keeps a tier that was read from telling as much."""
-    known = {trouble.tier for trouble in before.troubles}
+    known = {(trouble.tier, trouble.key) for trouble in before.troubles}
     fresh = read_catalog(tiers, before.run)
     for trouble in fresh.troubles:
-        if trouble.tier not in known and (not trouble.key or may_pass(trouble.error)):
+        if (trouble.tier, trouble.key) not in known and (
+            not trouble.key or may_pass(trouble.error)
+        ):
             raise trouble.error
     return fresh
 

@@ -3,24 +3,26 @@
 A file of lines that are only ever added. An entry is a digest of what was verified: the tier, the
 key, the id, and where the bytes lie, which is another place or time once they were put anew. Only
 what was found right is in it, so damage is found each time. A check that could look at everything
-removes its journal: what rots is found by reading, and never by an entry.
+removes its journal, and any that comes to its end leaves what it has read itself, no more: what
+rots is found by reading, and never by an entry.
 """
 
 from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import time
 import zlib
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
-from adacheck_store.format.errors import UsageError
+from adacheck_store.format.errors import AdaCheckError, UsageError
 from adacheck_store.format.keys import Key, parse_key
 from adacheck_store.location import locate
 from adacheck_store.store import Store
@@ -28,6 +30,8 @@ from adacheck_store.tiers.base import Tier
 from adacheck_store.tiers.lmdb import LmdbTier
 from adacheck_store.tiers.medium import translate
 from adacheck_store.tiers.zarr import ZarrTier
+
+log = logging.getLogger(__name__)
 
 MAGIC = '{"adacheck-store": "journal of fsck", '
 VERSION = 1
@@ -59,6 +63,8 @@ class Journal:
         self._known = dict[bytes, Any]()
         self._stamps: OrderedDict[tuple[str, str], str] = OrderedDict()
         self._taken = [0, 0, 0]
+        self._noting = True
+        self._start = os.fstat(fd).st_size
         for line in lines:
             self._known |= _entry(line)
 
@@ -82,7 +88,16 @@ class Journal:
             return
         self._known[name] = what
         text = name.hex() if what is None else f"{name.hex()} {json.dumps(what)}"
-        _write(self.path, self._fd, _line(text))
+        try:
+            if self._noting:
+                _write(self.path, self._fd, _line(text))
+        except AdaCheckError as error:  # the check is worth more than its notes
+            self._noting = False
+            log.warning("nothing more is noted in the journal: %s", error)
+
+    def forget_places(self) -> None:
+        """What is there may have been put anew since it was looked at."""
+        self._stamps.clear()
 
     def name(self, tier: Tier, key: str, identity: str) -> bytes:
         """The name of a record, or pack, as it lies in a tier now."""
@@ -118,10 +133,20 @@ class Journal:
         return ResumedRow(journal=self.path, records=records, nbytes=nbytes, folds=folds,
                           age_s=max(0.0, time.time() - self._began))  # fmt: skip
 
-    def finish(self) -> None:
-        """The check is whole: the next one is to read everything."""
+    def end(self, *, whole: bool) -> None:
+        """The check has come to its end: if it is ``whole`` the next one is to read everything.
+
+        Else that takes from here what this one has read, and no more: so what cannot be looked at,
+        check after check, does not keep what has rotted meanwhile from being read.
+        """
         try:
-            os.unlink(self.path)
+            new = os.pread(self._fd, os.fstat(self._fd).st_size - self._start, self._start)
+            if whole or not new:
+                with suppress(FileNotFoundError):
+                    os.unlink(self.path)
+                return
+            os.ftruncate(self._fd, len(os.pread(self._fd, 4096, 0).partition(b"\n")[0]) + 1)
+            _write(self.path, self._fd, new)
         except OSError as error:
             raise translate(error, "journal", self.path, None) from error
 
@@ -149,6 +174,9 @@ def open_journal(path: str | os.PathLike[str], store: Store) -> Iterator[Journal
         except BlockingIOError as error:
             raise UsageError("another check has this journal open", path=text,
                              hint="wait for it, or name another file") from error  # fmt: skip
+        if not os.path.samestat(os.fstat(fd), os.stat(text)):
+            raise UsageError("another check has just ended and removed this journal", path=text,
+                             hint="begin again")  # fmt: skip
         began = _begun(text, fd, _store_name(store))
         with open(fd, encoding="ascii", errors="replace", closefd=False) as file:
             file.seek(0)

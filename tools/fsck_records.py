@@ -69,6 +69,10 @@ class Layouts:
         return None
 
 
+_OF_BYTES = ("block", "head", "body", "padding")
+"""Kinds of damage that another step, floor or term has no part in."""
+
+
 @dataclass(slots=True)
 class RecordCheck:
     """Reads all of a run in a tier, once and in order; holds a few runs of blocks at a time.
@@ -95,6 +99,7 @@ class RecordCheck:
     _known: set[str] = field(default_factory=set)
     _below: int = 0
     _found: dict[str, Content] = field(default_factory=dict)
+    _headless: set[str] = field(default_factory=set)
     _names: dict[str, bytes] = field(default_factory=dict)
 
     @property
@@ -109,6 +114,7 @@ class RecordCheck:
             for text, told in groupby(self._told(blocks, ahead.threads + 1), key=itemgetter(0)):
                 first = [found for _, several in told for found in several]
                 rows = settled(first, partial(self._again, text, blocks)) if text else first
+                rows += self._flickering(text, first, rows)
                 self._note(text, rows)
                 yield from rows
         if self._below:
@@ -157,11 +163,29 @@ class RecordCheck:
                 self.journal.add(name)
         return found
 
+    def _flickering(
+        self, text: str, first: Sequence[Finding], rows: Sequence[Finding]
+    ) -> list[Finding]:  # fmt: skip
+        """What is said of a record that was read wrong, is there still, and was then read right:
+        no run that goes on explains that."""
+        wrong = [row for row in first if row.severity == DAMAGE and row.kind in _OF_BYTES]
+        if not wrong or rows or not text:
+            return []
+        try:
+            sealed = self.tier.head(text)
+        except AdaCheckError:
+            return []
+        if sealed.head.kind in ("base", "delta", "extra") and self._is_below(parse_key(text)):
+            return []
+        what = f"{wrong[0].kind}: {wrong[0].what}; read again, it was right"
+        return [finding("unsettled", what, tier=self.name, key=text)]
+
     def _again(self, text: str, blocks: BlockCheck) -> list[Finding]:
         """Another reading of a record: of all but the blocks that were right."""
         key, content = parse_key(text), self._found.pop(text, None)
         self._learn(key.term)
-        items = self._record(key, blocks, content.runs if content is not None else ())
+        seen = None if text in self._headless else ()  # without a head no block was looked at
+        items = self._record(key, blocks, seen if content is None else content.runs)
         return [found for item in items for found in self._amounts_to(text, item, blocks)]
 
     def _learn(self, term: str) -> None:
@@ -194,8 +218,10 @@ class RecordCheck:
         except RecordNotFoundError:
             return  # deleted since it was listed
         except AdaCheckError as error:
+            self._headless.add(text)
             yield of_error(error, self.name, text)
             return
+        self._headless.discard(text)
         if key.kind in ("base", "delta", "extra") and self._is_below(key):
             self._below += 1
             return

@@ -97,7 +97,8 @@ class Survey:
         self.unread = {trouble.tier for trouble in store.troubles}
         self.unread |= {f"agent {name}" for name in met.silent}
         catalog = read_catalog(self.holders, run)
-        self.unread |= {trouble.tier for trouble in catalog.troubles if not trouble.key}
+        self.unread |= {trouble.tier for trouble in catalog.troubles
+                        if not trouble.key or may_pass(trouble.error)}  # fmt: skip
         layouts = Layouts(self.holders, run)
         lost: set[tuple[str, str]] = set()
         for tier in store.tiers:

@@ -98,8 +98,8 @@ def forgets_the_silent(patch: pytest.MonkeyPatch) -> None:
     """Who does not answer when it begins has nothing."""
     real = repair.Survey.__init__
 
-    def init(self: Any, store: Any, run: str, progress: Any, met: agents.Met) -> None:
-        real(self, store, run, progress, dataclasses.replace(met, silent={}))
+    def init(self: Any, store: Any, run: str, progress: Any, met: agents.Met, *rest: Any) -> None:
+        real(self, store, run, progress, dataclasses.replace(met, silent={}), *rest)
 
     patch.setattr(repair.Survey, "__init__", init)
 
@@ -113,8 +113,8 @@ def asks_its_own_node_alone(patch: pytest.MonkeyPatch) -> None:
     """Agents of other nodes have nothing."""
     real = repair.Survey.__init__
 
-    def init(self: Any, store: Any, run: str, progress: Any, met: agents.Met) -> None:
-        real(self, store, run, progress, dataclasses.replace(met, others=[]))
+    def init(self: Any, store: Any, run: str, progress: Any, met: agents.Met, *rest: Any) -> None:
+        real(self, store, run, progress, dataclasses.replace(met, others=[]), *rest)
 
     patch.setattr(repair.Survey, "__init__", init)
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from adacheck_store.drain import TierSource
-from adacheck_store.format.errors import TierUnavailableError
+from adacheck_store.format.errors import DigestMismatchError, TierUnavailableError
+from adacheck_store.format.head import SealedHead
 from adacheck_store.store import open_for_reading
 from adacheck_store.tiers.lmdb import LmdbTier
 from adacheck_store.tiers.object_local import LocalObjects
@@ -262,6 +263,31 @@ def test_what_cannot_be_read_again_is_not_settled(
     kinds = {kind for kind, *_ in told(checked(store))}
     assert reads
     assert kinds == {"unsettled"}
+
+
+@pytest.mark.parametrize("rotten", [True, False])
+def test_a_head_that_is_read_wrong_once(
+    grown: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rotten: bool
+) -> None:
+    """Its blocks are looked at all the same, and it is told: no run explains that."""
+    store = shutil.copytree(grown, tmp_path / "store")
+    key = keys_of(store, "zarr", "base")[-1]
+    if rotten:
+        flip(objects(store, f"*/*/*/base/{key.rpartition('/')[2]}*/*/param/c/0")[-1], 40)
+    wrong: list[str] = []
+    whole = ZarrTier.head
+
+    def head(tier: ZarrTier, text: str) -> SealedHead:
+        if text == key and wrong.count(text) == 1:
+            wrong.append(text)
+            raise DigestMismatchError("not its id")
+        if text == key:
+            wrong.append(text)
+        return whole(tier, text)
+
+    monkeypatch.setattr(ZarrTier, "head", head)  # the first is the catalog's
+    kinds = {kind for kind, *_ in told(checked(store))}
+    assert "block" in kinds if rotten else kinds == {"unsettled"}
 
 
 def test_documents_that_come_behind_a_reader(

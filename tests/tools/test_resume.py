@@ -18,6 +18,7 @@ from adacheck_store.format.errors import TierUnavailableError, UsageError
 from adacheck_store.store import open_for_reading
 from adacheck_store.tiers.lmdb import LmdbTier
 from adacheck_store.tiers.zarr import ZarrTier
+from adacheck_store.tools import fsck_journal
 from adacheck_store.tools.fsck import fsck
 from adacheck_store.tools.fsck_journal import name_of, open_journal
 from adacheck_store.tools.repair import repair
@@ -261,6 +262,35 @@ def test_a_check_that_could_not_see_everything_keeps_its_journal(
         result.output.split()
     )
     assert not journal.exists()
+
+
+def test_what_can_never_be_looked_at_hides_no_rot(store: Path, tmp_path: Path) -> None:
+    """Of two checks in a row one reads each byte, times that tell of nothing or not."""
+    journal = tmp_path / "journal"
+    (store / "objects" / "strange").symlink_to(tmp_path)
+    assert cli("fsck", store, "--resume", journal).exit_code == 3
+    assert verified(journal) > 0
+    path = objects(store, "*/*/*/base/*/*/param/c/0")[-1]
+    before = path.stat()
+    flip(path, 5)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    codes = [cli("fsck", store, "--resume", journal).exit_code for _ in range(2)]
+    assert codes == [3, 1]
+
+
+def test_notes_that_cannot_be_written_end_no_check(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The check is worth more than its notes."""
+    real = fsck_journal._write
+
+    def full(path: str, fd: int, line: bytes) -> None:
+        if b"journal of fsck" not in line:
+            raise TierUnavailableError("No space left on device")
+        real(path, fd, line)
+
+    monkeypatch.setattr(fsck_journal, "_write", full)
+    assert cli("fsck", store, "--resume", tmp_path / "journal").exit_code == 0
 
 
 def test_memory_of_an_entry(store: Path, tmp_path: Path) -> None:
